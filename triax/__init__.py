@@ -1,0 +1,1 @@
+"""The whole Kimi K3 stack: train, post-train, quantise and serve frontier agent models."""

@@ -1,0 +1,75 @@
+"""One training run as a whole."""
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from triax.config.base import Settings
+from triax.config.data import Data
+from triax.config.model import Model
+from triax.config.optim import Balance, MuonClip, Optim, Schedule
+
+
+class Run(Settings):
+    """How long, on what, and what is written down."""
+
+    tokens: PositiveInt
+    """Tokens to train on; the schedule is a function of this number."""
+    batch_tokens: PositiveInt = 4096
+    """Tokens in one optimiser step, a multiple of micro_tokens."""
+    micro_tokens: PositiveInt = 4096
+    """Tokens in one forward and backward, a multiple of data.seq_len."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    precision: Literal["fp32", "bf16"] = "bf16"
+    """Number format of matrix products; weights, optimiser and states stay fp32."""
+    seed: NonNegativeInt = 0
+    """Seed of weights, order and sampling."""
+    log_every: PositiveInt = 10
+    """Steps between lines of the log; metrics are written every step."""
+    eval_every: NonNegativeInt = 0
+    """Steps between evaluations on held-out text; 0 evaluates only at the end."""
+    eval_bytes: NonNegativeInt = 200_000
+    """Held-out bytes of an evaluation during the run; the last one reads all of them."""
+    save_every: NonNegativeInt = 200
+    """Steps between checkpoints; 0 saves only at the end."""
+    keep: PositiveInt = 2
+    """Checkpoints that stay on disk."""
+    max_skipped: NonNegativeInt = 10
+    """Steps with a non-finite loss or gradient that are skipped before the run stops."""
+    spike_sigmas: float = Field(0.0, ge=0)
+    """Skip a step whose loss is this many standard deviations above the last 128; 0 never does."""
+    baselines: bool = False
+    """Compute the byte-model and xz baselines on the same split and print them beside the result."""
+    tensorboard: bool = False
+    """Also write TensorBoard events (extra `tensorboard`)."""
+    wandb: str = ""
+    """Also log to this Weights & Biases project (extra `wandb`); empty does not."""
+
+
+class Recipe(Settings):
+    """A training recipe: model, data, optimiser, run."""
+
+    model: Model
+    """The network."""
+    data: Data = Data()
+    """What it reads."""
+    optim: Optim = MuonClip()
+    """How its weights move."""
+    schedule: Schedule = Schedule()
+    """The learning rate over tokens."""
+    balance: Balance = Balance()
+    """How its experts are balanced."""
+    train: Run
+    """How long, on what, and what is written down."""
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> "Recipe":
+        run, seq_len = self.train, self.data.seq_len
+        if run.micro_tokens % seq_len:
+            raise ValueError(f"train.micro_tokens `{run.micro_tokens}` is not a multiple of data.seq_len `{seq_len}`; choose {max(1, run.micro_tokens // seq_len) * seq_len}")
+        if run.batch_tokens % run.micro_tokens:
+            raise ValueError(f"train.batch_tokens `{run.batch_tokens}` is not a multiple of train.micro_tokens `{run.micro_tokens}`; choose {max(1, run.batch_tokens // run.micro_tokens) * run.micro_tokens}")
+        if self.data.tokenizer.vocab_size > self.model.vocab_size:
+            raise ValueError(f"data.tokenizer.vocab_size `{self.data.tokenizer.vocab_size}` is more than model.vocab_size `{self.model.vocab_size}`; raise the latter")
+        return self
