@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
+
+from triax.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,68 @@ class Layout:
 
     def positions(self, offsets: Sequence[int] | None = None, device: torch.device | str = "cpu") -> Int[Tensor, " T"]:
         """Position of each token in its sequence, plus that sequence's offset (tokens it had before)."""
-        offsets = offsets or [0] * len(self.lengths)
-        return torch.cat(
-            [torch.arange(o, o + n, device=device) for n, o in zip(self.lengths, offsets, strict=True)]
-            or [torch.zeros(0, dtype=torch.long, device=device)]
+        here = _positions(self, str(device))
+        if offsets is None or not any(offsets):
+            return here
+        return here + torch.tensor(offsets, device=device)[self.sequence(device)]
+
+    def sequence(self, device: torch.device | str = "cpu") -> Int[Tensor, " T"]:
+        """Number of the sequence that each token belongs to."""
+        return _sequence(self, str(device))
+
+    def has_next(self, device: torch.device | str = "cpu") -> Bool[Tensor, " T"]:
+        """Whether the token after each token belongs to the same sequence."""
+        return _has_next(self, str(device))
+
+
+@lru_cache(maxsize=8)  # every layer of a forward asks for the same ones
+def _positions(layout: Layout, device: str) -> Tensor:
+    spans = [torch.arange(n, device=device) for n in layout.lengths]
+    return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.long, device=device)
+
+
+@lru_cache(maxsize=8)
+def _sequence(layout: Layout, device: str) -> Tensor:
+    lengths = torch.tensor(layout.lengths, dtype=torch.long, device=device)
+    return torch.arange(len(layout.lengths), device=device).repeat_interleave(lengths, output_size=layout.num_tokens)
+
+
+@lru_cache(maxsize=8)
+def _has_next(layout: Layout, device: str) -> Tensor:
+    followed = torch.ones(layout.num_tokens, dtype=torch.bool)
+    followed[[end - 1 for end, n in zip(layout.starts[1:], layout.lengths, strict=True) if n]] = False
+    return followed.to(device)
+
+
+def pack(
+    tokens: Shaped[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> tuple[Shaped[Tensor, " N"], Layout, Int[Tensor, " N"]]:
+    """Turn a padded batch into a stream: pads never reach a layer, whichever side they are on.
+
+    Args:
+        tokens: One sequence a row.
+        mask: Where a token is real; the real tokens of a row must be neighbours.
+
+    Returns:
+        The real tokens row after row, their layout, and each one's place in the flattened batch (for `unpack`).
+
+    Raises:
+        ConfigError: A row has a pad between two real tokens.
+    """
+    gaps = (mask[:, 1:] & ~mask[:, :-1]).sum(-1) + mask[:, 0] if mask.shape[1] else mask.sum(-1)
+    if (gaps > 1).any():
+        row = int((gaps > 1).nonzero()[0])
+        raise ConfigError(
+            f"model.layout.pack: pads must stand before or after a row's tokens; found {int(gaps[row])} pieces "
+            f"in row {row}; close the gaps or pass the pieces as rows"
         )
+    index = mask.flatten().nonzero().squeeze(-1)
+    return tokens.flatten()[index], Layout.of(mask.sum(-1).tolist()), index
+
+
+def unpack(
+    values: Shaped[Tensor, "N *rest"], index: Int[Tensor, " N"], shape: tuple[int, int], fill: float = 0.0
+) -> Shaped[Tensor, "B T *rest"]:
+    """Put values of packed tokens back in their batch, with `fill` at the pads."""
+    batch = values.new_full((shape[0] * shape[1], *values.shape[1:]), fill)
+    return batch.index_copy(0, index, values).unflatten(0, shape)
