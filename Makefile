@@ -63,6 +63,6 @@ test: check
 soak: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m soak --hypothesis-profile=soak
 
-docs: $(DEV) $(DOCS)
+docs: $(DOCS)
 	$(BIN)/python docs/generate.py
 	$(BIN)/zensical build --clean --strict

@@ -1,0 +1,77 @@
+"""What this machine offers, without torch: cores, memory, disk, and whether thread settings fit them."""
+
+import os
+import platform
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+EXTRAS = {
+    "data": ("datasets", "pyarrow"),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "dev": ("pytest", "hypothesis", "ruff", "transformers"),
+    "docs": ("zensical",),
+}
+"""Packages that each extra of the installation brings."""
+
+
+def cores() -> int:
+    """Return how many cores this process may use: its affinity and its container's quota, not the whole machine."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _text("/sys/fs/cgroup/cpu.max").partition(" ")
+    if quota.isdigit() and period.strip().isdigit():
+        allowed = min(allowed, max(1, round(int(quota) / int(period))))
+    return allowed
+
+
+def memory_bytes() -> tuple[int, int]:
+    """Return total and available memory, the container's limit taken into account; zeros where unknown."""
+    rows = dict(line.split(":", 1) for line in _text("/proc/meminfo").splitlines() if ":" in line)
+    total, free = (int(rows.get(name, "0 kB").split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    limit, used = (_text(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    if limit.isdigit() and used.isdigit() and 0 < int(limit) < total:
+        total, free = int(limit), min(free, int(limit) - int(used))
+    return total, free
+
+
+def free_disk_bytes(folder: Path) -> int:
+    """Return the free space where a folder lies, or would lie."""
+    there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
+    return shutil.disk_usage(there).free
+
+
+def extras() -> dict[str, bool]:
+    """Return which extras of the installation are there."""
+    return {name: all(find_spec(package) for package in packages) for name, packages in EXTRAS.items()}
+
+
+def thread_warnings(num_threads: int, num_cores: int) -> list[str]:
+    """Return what is wrong with the number of compute threads, each with what to do."""
+    found = [f"{name}={os.environ[name]}" for name in THREAD_VARIABLES if name in os.environ]
+    where = f" (set by {', '.join(found)})" if found else ""
+    if num_threads > num_cores:
+        return [
+            f"threads: {num_threads} compute threads{where} share {num_cores} cores, which is slower, not faster; "
+            f"set OMP_NUM_THREADS={num_cores}"
+        ]
+    if num_threads < num_cores and found:
+        return [
+            f"threads: {num_threads} of {num_cores} cores are used{where}; "
+            f"unset it or set OMP_NUM_THREADS={num_cores} to use all"
+        ]
+    return []
+
+
+def system() -> str:
+    """Return the operating system and the processor's kind."""
+    return f"{platform.system()} {platform.release()}, {platform.machine()}"
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
