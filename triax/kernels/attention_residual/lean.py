@@ -37,7 +37,7 @@ class _Mix(torch.autograd.Function):
             for j, source in enumerate(sources):
                 part = source[rows].to(wide)
                 scale[rows, j] = part.square().mean(-1).add_(eps).rsqrt_()
-                score[rows, j] = torch.mv(part, vector)
+                score[rows, j] = (part * vector).sum(-1)
             score[rows] *= scale[rows]
             weight[rows] = score[rows].softmax(-1)
             total = sources[0][rows].to(wide) * weight[rows, :1]
@@ -66,7 +66,7 @@ class _Mix(torch.autograd.Function):
             along = toward * score[rows] * scale[rows] / -width
             for j, (source, d_source) in enumerate(zip(sources, d_sources, strict=True)):
                 part, column = source[rows].to(wide), slice(j, j + 1)
-                d_probe += torch.mv(part.T, toward[:, j])
+                d_probe += (part * toward[:, column]).sum(0)
                 if d_source is not None:
                     total = out * weight[rows, column]
                     d_source[rows] = total.addcmul_(toward[:, column], vector).addcmul_(part, along[:, column])

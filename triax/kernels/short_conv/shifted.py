@@ -1,0 +1,115 @@
+"""The short convolution as a few shifted multiply-adds over the whole stream; only the first tokens of each sequence,
+whose taps reach over its border, are computed apart.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def short_conv(
+    hidden: Float[Tensor, "T C"],
+    weight: Float[Tensor, "C taps"],
+    window: Float[Tensor, "N past C"],
+    starts: Sequence[int],
+) -> tuple[Float[Tensor, "T C"], Float[Tensor, "N past C"]]:
+    """Weigh each token and those before it in its sequence, then apply SiLU; see `reference.short_conv`."""
+    places = _places(tuple(starts), weight.shape[1], str(hidden.device))
+    window = window.to(hidden.dtype)
+    output = _ShortConv.apply(hidden, weight, window, places)
+    seen = torch.cat([window.flatten(0, 1), hidden.index_select(0, places.last)])
+    return output, seen[places.next_window]
+
+
+class _Places(NamedTuple):
+    """Where the rows near borders are, for one layout."""
+
+    border: Tensor
+    """Rows whose taps reach before the first token of their sequence."""
+    taps: Tensor
+    """For each of them, its taps' rows in windows followed by border rows."""
+    last: Tensor
+    """Last rows of each sequence, as many as a window holds."""
+    next_window: Tensor
+    """Rows of each new window in windows followed by last rows."""
+
+
+@lru_cache(maxsize=8)  # every layer of a forward asks for the same one
+def _places(starts: tuple[int, ...], num_taps: int, device: str) -> _Places:
+    past = num_taps - 1
+    windows = (len(starts) - 1) * past
+    border: list[int] = []
+    taps: list[list[int]] = []
+    last: list[int] = []
+    following: list[list[int]] = []
+    for row, (first, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+        near = min(past, end - first)
+        own, older = windows + len(border), (row + 1) * past
+        for t in range(near):
+            places = range(t - past, t + 1)
+            taps.append([own + p if p >= 0 else older + p for p in places])
+        border += range(first, first + near)
+        kept = windows + len(last)
+        last += range(end - near, end)
+        following.append([kept + p if p >= 0 else older + p for p in range(near - past, near)])
+
+    def index(values: list[Any], *shape: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=device).reshape(shape)
+
+    return _Places(index(border, -1), index(taps, -1, num_taps), index(last, -1), index(following, len(following), past))
+
+
+class _ShortConv(torch.autograd.Function):
+    """Keeps its inputs only."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, window: Tensor, places: _Places) -> Tensor:
+        ctx.save_for_backward(hidden, weight, window)
+        ctx.places = places
+        summed, _ = _convolve(hidden, weight, window, places)
+        return torch.nn.functional.silu(summed, inplace=True).to(hidden.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+        hidden, weight, window = ctx.saved_tensors
+        places, num_taps = ctx.places, weight.shape[1]
+        summed, taps = _convolve(hidden, weight, window, places)
+        gate = summed.sigmoid()
+        grad = grad.to(gate.dtype) * summed.mul_(1 - gate).add_(1).mul_(gate)
+        near = grad[places.border]
+        grad[places.border] = 0
+
+        kernel, source = weight.to(grad.dtype), hidden.to(grad.dtype)
+        d_hidden = grad * kernel[:, -1]
+        d_weight = torch.zeros_like(kernel)
+        d_weight[:, -1] = (grad * source).sum(0)
+        for lag in range(1, min(num_taps, len(grad))):
+            d_hidden[:-lag].addcmul_(grad[lag:], kernel[:, -1 - lag])
+            d_weight[:, -1 - lag] = (grad[lag:] * source[:-lag]).sum(0)
+
+        d_weight += (near[:, None] * taps).sum(0).T
+        d_small = torch.zeros(len(places.border) + window[..., 0].numel(), grad.shape[1]).to(grad)
+        d_small.index_add_(0, places.taps.flatten(), (near[:, None] * kernel.T).flatten(0, 1))
+        d_window = d_small[: window[..., 0].numel()].view_as(window).to(window.dtype)
+        d_hidden.index_add_(0, places.border, d_small[window[..., 0].numel() :])
+        return d_hidden.to(hidden.dtype), d_weight.to(weight.dtype), d_window, None
+
+
+def _convolve(hidden: Tensor, weight: Tensor, window: Tensor, places: _Places) -> tuple[Tensor, Tensor]:
+    """Return the weighted sums, and the inputs under the taps of the border rows."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    kernel = weight.to(wide)
+    small = torch.cat([window.flatten(0, 1), hidden.index_select(0, places.border)]).to(wide)
+    taps = small[places.taps]
+    near = (taps * kernel.T).sum(1)
+    if len(near) == len(hidden):  # decoding: every row is at a border
+        return near, taps
+    source = hidden.to(wide)
+    summed = source * kernel[:, -1]
+    for lag in range(1, min(weight.shape[1], len(hidden))):
+        summed[lag:].addcmul_(source[:-lag], kernel[:, -1 - lag])
+    return summed.index_copy_(0, places.border, near), taps
