@@ -65,6 +65,22 @@ def thread_warnings(num_threads: int, num_cores: int) -> list[str]:
     return []
 
 
+def has_bf16() -> bool:
+    """Return whether the processor multiplies bf16 numbers itself; without that, bf16 runs many times slower."""
+    if platform.system() != "Linux":
+        return platform.machine() == "arm64"
+    return "bf16" in _text("/proc/cpuinfo")  # avx512_bf16 and amx_bf16 on x86, bf16 on ARM
+
+
+def precision_warnings(precision: str, *, on_cpu: bool) -> list[str]:
+    """Return what is wrong with a run's number format on this machine, with what to do."""
+    if precision == "bf16" and on_cpu and not has_bf16():
+        return [
+            "train.precision: this processor emulates bf16 and is many times slower with it; set train.precision=fp32"
+        ]
+    return []
+
+
 def system() -> str:
     """Return the operating system and the processor's kind."""
     return f"{platform.system()} {platform.release()}, {platform.machine()}"

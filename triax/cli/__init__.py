@@ -1,0 +1,1 @@
+"""The command line: each file is one verb, and none holds logic."""

@@ -1,0 +1,1 @@
+"""Settings and recipes, checked before anything runs; nothing here imports torch."""

@@ -102,19 +102,19 @@ def read(path: Path, above: tuple[Path, ...] = ()) -> list[tuple[str, Tree]]:
     """
     here = path.resolve()
     if here in above:
-        chain = " extends ".join(str(_short(p)) for p in (*above, here))
-        raise ConfigError(f"{_short(path)}: recipes extend each other in a circle; found `{chain}`; break the chain")
+        chain = " extends ".join(str(short(p)) for p in (*above, here))
+        raise ConfigError(f"{short(path)}: recipes extend each other in a circle; found `{chain}`; break the chain")
     tree = _parse(path)
     parent = tree.pop("extends", None)
     if parent is None:
-        return [(str(_short(path)), tree)]
+        return [(str(short(path)), tree)]
     if not isinstance(parent, str):
-        raise ConfigError(f"{_short(path)}: extends must be one name or path; found `{parent}`")
+        raise ConfigError(f"{short(path)}: extends must be one name or path; found `{parent}`")
     try:
         parent_path = find_recipe(parent, near=path.parent)
     except ConfigError as problem:
-        raise ConfigError(f"{_short(path)}: extends {problem}") from None
-    return [*read(parent_path, (*above, here)), (str(_short(path)), tree)]
+        raise ConfigError(f"{short(path)}: extends {problem}") from None
+    return [*read(parent_path, (*above, here)), (str(short(path)), tree)]
 
 
 def _parse(path: Path) -> Tree:
@@ -126,17 +126,17 @@ def _parse(path: Path) -> Tree:
         return tomllib.loads(text)
     except UnicodeDecodeError as problem:
         raise ConfigError(
-            f"{_short(path)}: not a text file in UTF-8; {problem.reason} at byte {problem.start}"
+            f"{short(path)}: not a text file in UTF-8; {problem.reason} at byte {problem.start}"
         ) from None
     except tomllib.TOMLDecodeError as problem:
-        raise ConfigError(f"{_short(path)}: not TOML; {str(problem)[:1].lower()}{str(problem)[1:]}") from None
+        raise ConfigError(f"{short(path)}: not TOML; {str(problem)[:1].lower()}{str(problem)[1:]}") from None
     except (json.JSONDecodeError, AttributeError) as problem:
-        raise ConfigError(f"{_short(path)}: not a recipe written by a run; {problem}") from None
+        raise ConfigError(f"{short(path)}: not a recipe written by a run; {problem}") from None
     except OSError as problem:
-        raise ConfigError(f"{_short(path)}: cannot be read; {problem.strerror}") from None
+        raise ConfigError(f"{short(path)}: cannot be read; {problem.strerror}") from None
 
 
-def _short(path: Path) -> Path:
+def short(path: Path) -> Path:
     """Show a path from the current folder where it lies below it."""
     here, path = Path.cwd(), path.resolve()
     return path.relative_to(here) if path.is_relative_to(here) else path
@@ -206,7 +206,7 @@ def load(schema: type[S], name_or_path: str | Path, overrides: Sequence[str] = (
         for origin, values in written:
             if any(key == leaf or leaf.startswith(f"{key}.") for key in keys for leaf in values if key):
                 return origin
-        return str(_short(path))
+        return str(short(path))
 
     try:
         text = json.dumps(complete(schema, tree), default=str)
@@ -224,3 +224,15 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
 def load_model(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Model:
     """Return the network of a recipe; presets that hold only a model, such as `k3`, are read too."""
     return load(ModelOnly, name_or_path, overrides, only="model").settings.model
+
+
+def load_either(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Loaded[Any]:
+    """Load a training recipe, or a preset that holds nothing but a model."""
+    tables = {name for _, layer in read(find_recipe(name_or_path)) for name in layer}
+    return load(ModelOnly if tables == {"model"} else Recipe, name_or_path, overrides)
+
+
+def purpose(name_or_path: str | Path) -> str:
+    """Return the comment that a recipe's file opens with."""
+    first = find_recipe(name_or_path).read_text().partition("\n")[0]
+    return first.removeprefix("#").strip() if first.startswith("#") else ""

@@ -1,0 +1,50 @@
+"""The command `triax`: its verbs, and how failures reach the shell."""
+
+import errno
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from triax.cli import chat, doctor, model, recipe, sample, train
+from triax.errors import TriaxError
+
+FULL_OR_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+
+app = typer.Typer(
+    name="triax",
+    help="Train Kimi K3 and its relatives, look inside them, and talk to them.",
+    epilog="Exit status: 0 done, 1 failed, 2 misused. Settings of a recipe: `triax recipe show RECIPE`.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command()(train.train)
+app.command()(chat.chat)
+app.command()(sample.sample)
+app.add_typer(model.app)
+app.add_typer(recipe.app)
+app.command()(doctor.doctor)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command; a failure that a user can act on is a message, any other keeps its traceback.
+
+    Args:
+        arguments: Words after `triax`; those of the shell if not given.
+    """
+    try:
+        app(args=arguments)
+    except TriaxError as problem:
+        _fail(str(problem), problem.exit_status)
+    except OSError as problem:
+        if problem.errno not in FULL_OR_FORBIDDEN:
+            raise
+        _fail(f"{problem.filename or 'disk'}: cannot be written or read; {str(problem.strerror).lower()}", 1)
+
+
+def _fail(message: str, status: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.write(f"error: {message}\n")
+    sys.exit(status)

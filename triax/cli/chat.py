@@ -1,0 +1,5 @@
+"""`triax chat`: talk to a checkpoint."""
+
+
+def chat() -> None:
+    """Talk."""

@@ -1,0 +1,5 @@
+"""`triax sample`: talk to a checkpoint."""
+
+
+def sample() -> None:
+    """Talk."""
