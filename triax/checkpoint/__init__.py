@@ -1,0 +1,1 @@
+"""Weights on disk: saved runs to resume from, and the released layout."""

@@ -1,9 +1,9 @@
 """Checkpoints to resume from: written whole or not at all, and checked before a byte is believed.
 
 A run's `checkpoints/` holds one folder per saved step. `step-N.tmp` is being written (or was, when the power went);
-`step-N` is whole: every file was synced to disk before the folder got that name. Inside: `<part>-00000.safetensors` with
-the tensors of one part of the state (model, optimizer, …), `state.json` with everything else, `settings.json` with what a
-resuming run is compared with, and `manifest.json` with size and SHA-256 of each file.
+`step-N` is whole: every file was synced to disk before the folder got that name. Inside: `<part>-00000.safetensors`
+with the tensors of one part of the state (model, optimizer, …), `state.json` with everything else, `settings.json` with
+what a resuming run is compared with, and `manifest.json` with size and SHA-256 of each file.
 """
 
 import hashlib

@@ -1,0 +1,1 @@
+"""Learning from text: the loop, its steps, what it writes down."""

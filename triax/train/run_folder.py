@@ -1,0 +1,159 @@
+"""A run's folder: what was asked for, on what machine, and everything that came out.
+
+`recipe.json` (resolved, with origins) · `environment.json` · `tokenizer.json` · `metrics.jsonl` · `log.txt` ·
+`checkpoints/` · `plots/*.png` · `result.json` · `report.html`
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from triax.config.train import Recipe
+from triax.errors import CheckpointError, ConfigError
+
+RECIPE, ENVIRONMENT, METRICS, RESULT = "recipe.json", "environment.json", "metrics.jsonl", "result.json"
+LOG, TOKENIZER, CHECKPOINTS, PLOTS = "log.txt", "tokenizer.json", "checkpoints", "plots"
+
+FREE_TO_CHANGE = ("train.", "schedule.")
+"""Settings that a resumed run may change: length, rate (a branch that decays), what is written when, the device."""
+
+FIXED = ("train.batch_tokens", "train.micro_tokens", "train.precision", "train.seed")
+"""Settings below those that decide what a step computes and may not change."""
+
+
+def prepare(path: Path, *, resume: bool) -> bool:
+    """Make the folder, or reopen it; return whether a run was there before. Nothing in it is changed.
+
+    Raises:
+        ConfigError: The folder cannot be written, holds something else, or holds a run and `resume` is not set.
+    """
+    there = (path / RECIPE).exists()
+    if there and not resume:
+        raise ConfigError(
+            f"{path}: holds a run already; found `{RECIPE}`; pass --resume to go on or choose another folder"
+        )
+    try:
+        strangers = [] if there or not path.exists() else [entry.name for entry in path.iterdir()]
+        if set(strangers) - {f"{RECIPE}.tmp", ENVIRONMENT, f"{ENVIRONMENT}.tmp", LOG}:
+            raise ConfigError(f"{path}: is not empty and holds no run; found `{min(strangers)}`; choose another folder")
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f"{ENVIRONMENT}.tmp"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as problem:
+        raise ConfigError(
+            f"{path}: cannot be written; {problem.strerror or problem}; choose another run folder"
+        ) from problem
+    return there
+
+
+def record(path: Path, recipe: Recipe, origins: Mapping[str, str] | None) -> None:
+    """Write down what was asked for and where it runs."""
+    write_json(path / ENVIRONMENT, environment(recipe.train.device))
+    write_json(path / RECIPE, {"recipe": recipe.model_dump(mode="json"), "origins": dict(origins or {})})
+
+
+def recipe_of(path: Path) -> Recipe:
+    """Return the resolved recipe of a run.
+
+    Raises:
+        CheckpointError: This is no run folder, or its recipe cannot be read.
+    """
+    try:
+        return Recipe.model_validate(json.loads((path / RECIPE).read_text())["recipe"])
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise CheckpointError(
+            f"{path}: is not the folder of a run; `{RECIPE}` cannot be read ({problem}); "
+            "name a folder that `triax train` wrote"
+        ) from None
+
+
+def refuse_other_settings(checkpoint: Path, saved: Mapping[str, Any], recipe: Recipe, world_size: int) -> None:
+    """Hold a checkpoint's settings against the recipe that is to continue it.
+
+    Raises:
+        CheckpointError: Model, data, optimiser, balance, batch or world size differ; names each setting.
+    """
+    before, now = flat(saved), flat(fingerprint(recipe, world_size))
+    differing = [
+        f"`{key}` was `{_shown(before.get(key))}`, is `{_shown(now.get(key))}`"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and (key in FIXED or not key.startswith(FREE_TO_CHANGE))
+    ]
+    if differing:
+        raise CheckpointError(
+            f"checkpoint {checkpoint}: was written with other settings; {', '.join(differing)}; "
+            "set them back or start a new run"
+        )
+
+
+def fingerprint(recipe: Recipe, world_size: int) -> dict[str, Any]:
+    """Return what a checkpoint remembers of its run: the resolved recipe and the number of processes."""
+    return recipe.model_dump(mode="json") | {"world_size": world_size}
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Return versions, machine and commit: what a reader needs to repeat a run."""
+    packages = ("triax", "torch", "numpy", "safetensors", "tokenizers", "pydantic")
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "versions": versions,
+        "device": device,
+        "gpus": gpus,
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "commit": _commit(),
+    }
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a file that is either the old or the new one, never a part of it."""
+    draft = path.with_name(f"{path.name}.tmp")
+    draft.write_text(json.dumps(content, indent=1) + "\n")
+    draft.rename(path)
+
+
+def _commit() -> str:
+    """Return the git commit of this package's sources, `+` if they were changed since, or nothing."""
+    here = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(here), *words], capture_output=True, text=True, timeout=10, check=True
+        ).stdout
+
+    try:
+        return git("rev-parse", "HEAD").strip() + (
+            "+" if git("status", "--porcelain", "--", str(here.parent)).strip() else ""
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def flat(tree: Any, name: str = "") -> dict[str, Any]:
+    """Return a nest of tables and lists as one table of dotted names."""
+    if isinstance(tree, Mapping) and tree:
+        return {k: v for key, value in tree.items() for k, v in flat(value, f"{name}.{key}" if name else key).items()}
+    if isinstance(tree, list | tuple):
+        return {k: v for i, value in enumerate(tree) for k, v in flat(value, f"{name}.{i}").items()} or {name: []}
+    return {name: tree}
+
+
+def _shown(value: Any) -> str:
+    return "absent" if value is None else str(value)
