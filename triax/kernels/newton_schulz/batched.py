@@ -1,0 +1,49 @@
+"""Newton-Schulz orthogonalisation of many equal shapes at once, in two forms of the same polynomial."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from triax.kernels.newton_schulz.reference import COEFFICIENTS, EPS
+
+WIDE = 1.5  # columns per row from which iterating on the Gram matrix needs fewer multiplications (five steps)
+
+
+def orthogonalize(matrices: Float[Tensor, "B R C"], steps: int, dtype: torch.dtype) -> Float[Tensor, "B R C"]:
+    """Orthogonalise each matrix, computing in `dtype`; wide ones by their Gram matrix where that is exact enough.
+
+    Every product but the last is of polynomials of one symmetric matrix, hence symmetric: a kernel that fills only
+    one triangle could halve them.
+    """
+    tall = matrices.shape[1] > matrices.shape[2]
+    wide = matrices.mT if tall else matrices
+    norm = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
+    start = (wide / norm.clamp(min=EPS)).to(dtype)
+    # In bf16 the Gram form squares rounding errors that the plain form keeps small, so half precision stays plain.
+    exact = dtype in (torch.float32, torch.float64)
+    form = _by_gram if exact and wide.shape[2] >= WIDE * wide.shape[1] else _plain
+    result = form(start, steps).to(matrices.dtype)
+    return result.mT if tall else result
+
+
+def _polynomial(gram: Float[Tensor, "B R R"]) -> Float[Tensor, "B R R"]:
+    _, b, c = COEFFICIENTS
+    return torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+
+
+def _plain(x: Float[Tensor, "B R C"], steps: int) -> Float[Tensor, "B R C"]:
+    for _ in range(steps):
+        x = torch.baddbmm(x, _polynomial(x @ x.mT), x, beta=COEFFICIENTS[0])
+    return x
+
+
+def _by_gram(x: Float[Tensor, "B R C"], steps: int) -> Float[Tensor, "B R C"]:
+    """Follow x x^T alone, collect the factors that multiply x, and touch the wide matrix only twice."""
+    gram, factors = x @ x.mT, None
+    for step in range(steps):
+        factor = _polynomial(gram)
+        factor.diagonal(dim1=1, dim2=2).add_(COEFFICIENTS[0])
+        factors = factor if factors is None else factor @ factors
+        if step < steps - 1:
+            gram = factor @ gram @ factor
+    return x if factors is None else factors @ x
