@@ -58,7 +58,8 @@ class _Glu(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None]:
+        (upstream,) = grads
         gate, up = ctx.saved_tensors
         _, to_gate, to_up = gradient(upstream, gate, up, *ctx.caps)
         return to_gate.to(gate.dtype), to_up.to(up.dtype), None, None
