@@ -68,9 +68,7 @@ class HuggingFace(Settings):
     """Share of this source in the mixture, relative to the others."""
 
 
-Source = Annotated[
-    StandardLibrary | Folder | Jsonl | Parquet | HuggingFace, Field(discriminator="kind")
-]
+Source = Annotated[StandardLibrary | Folder | Jsonl | Parquet | HuggingFace, Field(discriminator="kind")]
 
 
 class Tokenizer(Settings):

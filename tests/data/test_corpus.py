@@ -1,0 +1,71 @@
+import json
+
+import pytest
+
+from triax.config import data as config
+from triax.data.corpus import Corpus, within
+from triax.data.mixture import PackedLoader
+from triax.data.pack import held_out_batches
+from triax.data.source import Document
+from triax.data.tokenizer import Tokenizer
+from triax.errors import DataError
+
+
+@pytest.fixture
+def settings(tmp_path):
+    for n in range(30):
+        (tmp_path / f"{n}.txt").write_text(f"document {n} says hello to document {n + 1}\n" * 3)
+    rows = [{"text": f"row {n} says hello to row {n + 1}\n" * 3} for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"text": ""}\n')
+    return config.Data(
+        sources=(config.Folder(path=tmp_path, weight=3), config.Jsonl(path=tmp_path / "rows.jsonl")),
+        tokenizer=config.Tokenizer(vocab_size=290),
+        held_out_share=0.2,
+        seq_len=16,
+    )
+
+
+def test_from_settings_to_batches(settings):
+    corpus = Corpus.read(settings)
+    assert corpus.names == ("data.sources.0 (folder)", "data.sources.1 (jsonl)")
+    assert sum(map(len, corpus.training)) + len(corpus.held_out) == 50
+    assert corpus.num_empty == 1
+    steps = []
+    tokenizer = corpus.tokenizer(settings.tokenizer)
+    parts, held_out = corpus.encode(tokenizer, lambda done, total: steps.append((done, total)))
+    characters = sum(len(document.text) for side in (*corpus.training, corpus.held_out) for document in side)
+    assert steps[-1] == (characters, characters)
+    assert steps == sorted(steps)
+    assert [part.weight for part in parts] == [3, 1]
+    assert held_out.num_bytes == sum(len(document.text.encode()) for document in corpus.held_out)
+    batch = next(PackedLoader(parts, settings.seq_len, 64))
+    assert len(batch.tokens) == 64
+    texts = "".join(tokenizer.decode(batch.tokens.tolist()) for batch in held_out_batches(held_out, 16, 64))
+    assert texts == "".join(document.text for document in corpus.held_out)
+
+
+def test_the_tokenizer_is_learned_from_the_training_side_only(settings):
+    corpus = Corpus.read(settings)
+    learned = corpus.tokenizer(settings.tokenizer)
+    training = [document.text for source in corpus.training for document in source]
+    assert learned.identity == Tokenizer.train(training, 290).identity
+
+
+def test_a_given_tokenizer_is_used(settings, tmp_path):
+    given = Tokenizer.train(["other text, other text"], 262)
+    given.save(tmp_path / "tokenizer.json")
+    corpus = Corpus.read(settings)
+    assert corpus.tokenizer(config.Tokenizer(path=tmp_path / "tokenizer.json")).identity == given.identity
+
+
+def test_a_vocabulary_that_the_training_text_does_not_support_is_refused(settings):
+    with pytest.raises(DataError, match=r"data.tokenizer.vocab_size `4096` is more than the training text supports"):
+        Corpus.read(settings).tokenizer(config.Tokenizer(vocab_size=4096))
+
+
+def test_learning_reads_at_most_the_bytes_it_may():
+    documents = [Document(str(n), "é" * 10) for n in range(9)]
+    texts = list(within(documents, 45))
+    assert [len(text.encode()) for text in texts] == [20, 20, 4]
+    assert "".join(within(documents, 1000)) == "é" * 90
+    assert list(within(documents, 20)) == ["é" * 10]

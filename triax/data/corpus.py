@@ -1,0 +1,89 @@
+"""Everything a run reads, from settings to streams of tokens."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from triax.config import data as config
+from triax.data.mixture import Part
+from triax.data.pack import TokenStream, encode
+from triax.data.source import Document, read
+from triax.data.split import draw, split
+from triax.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The documents of every source, split."""
+
+    names: tuple[str, ...]
+    """What each source is called in logs and errors."""
+    weights: tuple[float, ...]
+    """Share of each source, relative to the others."""
+    training: tuple[tuple[Document, ...], ...]
+    """Documents to learn from, source by source."""
+    held_out: tuple[Document, ...]
+    """Documents to be measured on."""
+    num_empty: int
+    """Files or rows without text, left out."""
+
+    @classmethod
+    def read(cls, settings: config.Data) -> "Corpus":
+        """Read and split every source.
+
+        Raises:
+            DataError: A source cannot be read, or nothing can be held out.
+        """
+        found = [read(source) for source in settings.sources]
+        sides = split([source.documents for source in found], settings.held_out_share)
+        return cls(
+            names=tuple(f"data.sources.{n} ({source.kind})" for n, source in enumerate(settings.sources)),
+            weights=tuple(source.weight for source in settings.sources),
+            training=sides.training,
+            held_out=sides.held_out,
+            num_empty=sum(source.num_empty for source in found),
+        )
+
+    def tokenizer(self, settings: config.Tokenizer) -> Tokenizer:
+        """Learn a tokenizer from the training side, or load the one that the settings name.
+
+        Raises:
+            DataError: The text supports no such vocabulary, or the file cannot be used.
+        """
+        if settings.path is not None:
+            return Tokenizer.load(settings.path.expanduser())
+        documents = (document for source in self.training for document in source)
+        return Tokenizer.train(within(documents, settings.train_bytes), settings.vocab_size)
+
+    def encode(
+        self, tokenizer: Tokenizer, progress: Callable[[int, int], None] | None = None
+    ) -> tuple[tuple[Part, ...], TokenStream]:
+        """Return the parts of the training mixture, and the held-out stream.
+
+        Args:
+            tokenizer: Encodes all of them.
+            progress: Called with the characters done and the characters in all.
+        """
+        sides = (*self.training, self.held_out)
+        sizes = [sum(len(document.text) for document in side) for side in sides]
+        streams = []
+        for n, side in enumerate(sides):
+            done = sum(sizes[:n])
+            step = (lambda here, _, done=done: progress(done + here, sum(sizes))) if progress else None
+            streams.append(encode(side, tokenizer, step))
+        parts = zip(self.names, streams, self.weights, strict=False)
+        return tuple(Part(name, stream, weight) for name, stream, weight in parts), streams[-1]
+
+
+def within(documents: Iterable[Document], num_bytes: int) -> Iterator[str]:
+    """Yield texts up to a number of bytes, in an order drawn by name, the last one cut."""
+    left = num_bytes
+    for document in sorted(documents, key=lambda document: (draw(document.name), document.name)):
+        text = document.text
+        size = len(text.encode())
+        if size > left:
+            text = text.encode()[:left].decode("utf-8", "ignore")
+        if text:
+            yield text
+        left -= size
+        if left <= 0:
+            return

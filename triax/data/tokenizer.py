@@ -1,0 +1,222 @@
+"""Byte-level BPE: any text to tokens and back, byte for byte, and one border that no text can spell."""
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from triax.errors import DataError
+
+BORDER = "<|border|>"
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+MIN_COUNT = 2  # a pair seen once is no pattern
+
+# Text is cut into pieces that no token crosses. Code is mostly short lines, so a line's end is one piece together with
+# the punctuation before it and the indentation after it. `++` never gives back: long runs stay linear in time.
+PIECES = "|".join(
+    (
+        r" ?[^\s\p{L}\p{N}]*+[ \t]*+[\r\n]++[ \t]*",  # the end of a line and the indent of the next
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",  # a word with the space, dot or bracket before it
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+",
+        r"[ \t]+(?=[ \t])",  # a run of blanks leaves the last one to the word
+        r"\s+",
+    )
+)
+
+# Round trip on loading: what a normaliser, a prefix space or a vocabulary without all bytes would alter.
+PROBE = "A  b\tC\r\n\r\n é e\u0301 \ufb01 \u00a0\u2028漢字 🙂\u200d🙂 \x00\x7f" + BORDER + "<|x|>12345 end "
+
+
+class Tokenizer:
+    """A vocabulary of byte sequences; save and load keep every id."""
+
+    def __init__(self, inner: tokenizers.Tokenizer, where: str = "tokenizer") -> None:
+        """Take over a trained tokenizer of the `tokenizers` library.
+
+        Raises:
+            DataError: It has no border, or does not give every text back byte for byte.
+        """
+        self._inner = inner
+        inner.encode_special_tokens = True  # text that spells a special token is text
+        inner.no_padding()
+        inner.no_truncation()
+        border = inner.token_to_id(BORDER)
+        if border is None:
+            raise DataError(f"{where}: no token `{BORDER}`; found none of this name; train the tokenizer with triax")
+        self.border: int = border
+        """Token that begins every document."""
+        self.vocab_size: int = max(inner.get_vocab().values()) + 1
+        """One past the largest token."""
+        self._bytes = _bytes_of_tokens(inner, self.vocab_size)
+        ids = self.encode(PROBE)
+        altering = [token for token in inner.get_added_tokens_decoder().values() if not token.special]
+        if altering or border in ids or self.decode_bytes(ids) != PROBE.encode():
+            raise DataError(
+                f"{where}: text does not come back byte for byte; found another kind of tokenizer than byte-level BPE; "
+                "train one with triax or remove its normaliser, prefix space and added tokens that are not special"
+            )
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+        """Learn the most useful merges of these texts; the same texts give the same tokenizer in any order.
+
+        Args:
+            texts: What to learn from.
+            vocab_size: Tokens in all, the 256 bytes and the border included.
+
+        Raises:
+            DataError: The texts have fewer repeated pairs than the vocabulary has room for.
+        """
+        inner = tokenizers.Tokenizer(models.BPE())
+        inner.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(tokenizers.Regex(PIECES), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        inner.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=MIN_COUNT,
+            special_tokens=[BORDER],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        inner.train_from_iterator(texts, trainer)
+        learned = inner.get_vocab_size()
+        if learned < vocab_size:
+            raise DataError(
+                f"data.tokenizer.vocab_size `{vocab_size}` is more than the training text supports; "
+                f"found patterns for `{learned}` tokens; set data.tokenizer.vocab_size to at most {learned} "
+                "or give more text"
+            )
+        return cls(inner)
+
+    @classmethod
+    def load(cls, path: Path) -> "Tokenizer":
+        """Read a `tokenizer.json`.
+
+        Raises:
+            DataError: There is none, it is damaged, or it is not a byte-level BPE with a border.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as problem:
+            raise DataError(f"{path}: no tokenizer can be read; {problem}; correct data.tokenizer.path") from None
+        try:
+            inner = tokenizers.Tokenizer.from_str(text)
+        except Exception as problem:  # the library raises plain Exception
+            raise DataError(f"{path}: not a tokenizer.json; {problem}; replace it or train a new one") from None
+        return cls(inner, where=str(path))
+
+    def save(self, path: Path) -> None:
+        """Write a `tokenizer.json`, readable by the `tokenizers` library."""
+        path.write_text(self._inner.to_str(pretty=True), encoding="utf-8")
+
+    @cached_property
+    def identity(self) -> str:
+        """Hash of everything that decides which tokens a text becomes; equal after save and load."""
+        tree = json.loads(self._inner.to_str())
+        parts = [tree["model"]["vocab"], tree["model"]["merges"], tree["pre_tokenizer"], tree["added_tokens"]]
+        return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, without a border; a text that spells the border is plain text.
+
+        Raises:
+            DataError: The text holds half a surrogate pair, which no bytes stand for.
+        """
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text, on all cores (`RAYON_NUM_THREADS` limits them).
+
+        Raises:
+            DataError: A text holds half a surrogate pair, which no bytes stand for.
+        """
+        try:
+            return [encoding.ids for encoding in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+        except TypeError:  # what the library says about a lone surrogate
+            for number, text in enumerate(texts):
+                if half := LONE_SURROGATE.search(text):
+                    raise DataError(
+                        f"text {number}: not valid Unicode; found a lone surrogate `{half[0]!a}` at character "
+                        f"{half.start()}; repair or remove it"
+                    ) from None
+            raise
+
+    def decode_bytes(self, tokens: Iterable[int]) -> bytes:
+        """Return exactly the bytes that tokens stand for; a border stands for none.
+
+        Raises:
+            DataError: A token is not in the vocabulary.
+        """
+        tokens = list(tokens)
+        for token in (min(tokens, default=0), max(tokens, default=0)):
+            self.token_bytes(token)  # refuses what is outside
+        return b"".join([self._bytes[token] for token in tokens])
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return tokens as text; bytes that are not UTF-8, such as half a character, become U+FFFD."""
+        return self.decode_bytes(tokens).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of one token; a border has none."""
+        if not 0 <= token < self.vocab_size:
+            raise DataError(
+                f"token `{token}` is not in the vocabulary; found `{self.vocab_size}` tokens; "
+                "use the tokenizer that the model was trained with"
+            )
+        return self._bytes[token]
+
+
+class StreamDecoder:
+    """Text of tokens that arrive one by one; the pieces joined equal `Tokenizer.decode` of all of them.
+
+    The bytes of an incomplete character wait for the rest of it; only bytes that can never become text are replaced.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Start before the first token."""
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        """Return the text that this token completes; empty while a character is incomplete."""
+        return self._decoder.decode(self._tokenizer.token_bytes(token))
+
+    def flush(self) -> str:
+        """Return what is left at the end, an incomplete character as U+FFFD, and start anew."""
+        rest = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return rest
+
+
+def _byte_of_letter() -> dict[str, int]:
+    """Return the byte that each letter of a byte-level vocabulary stands for.
+
+    Bytes that print as Latin-1 stand for themselves; the others were given the letters from U+0100 on, in order.
+    Source: the published GPT-2 vocabulary, which every byte-level BPE follows.
+    """
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in set(shown)]
+    return {chr(byte): byte for byte in shown} | {chr(0x100 + n): byte for n, byte in enumerate(hidden)}
+
+
+def _bytes_of_tokens(inner: tokenizers.Tokenizer, vocab_size: int) -> list[bytes]:
+    """Return what each token stands for; added tokens are literal text, the border and unused numbers are nothing."""
+    byte_of = _byte_of_letter()
+    table = [b""] * vocab_size
+    for word, token in inner.get_vocab(with_added_tokens=False).items():
+        if all(letter in byte_of for letter in word):
+            table[token] = bytes(byte_of[letter] for letter in word)
+    for token, added in inner.get_added_tokens_decoder().items():
+        table[token] = b"" if added.content == BORDER else added.content.encode()
+    return table
