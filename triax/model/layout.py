@@ -99,8 +99,8 @@ def pack(
 
 
 def unpack(
-    values: Shaped[Tensor, "N *rest"], index: Int[Tensor, " N"], shape: tuple[int, int], fill: float = 0.0
-) -> Shaped[Tensor, "B T *rest"]:
+    values: Shaped[Tensor, "N ..."], index: Int[Tensor, " N"], shape: tuple[int, int], fill: float = 0.0
+) -> Shaped[Tensor, "B T ..."]:
     """Put values of packed tokens back in their batch, with `fill` at the pads."""
     batch = values.new_full((shape[0] * shape[1], *values.shape[1:]), fill)
     return batch.index_copy(0, index, values).unflatten(0, shape)

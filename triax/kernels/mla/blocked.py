@@ -1,5 +1,7 @@
-"""Attention in blocks of queries over the flat stream: each block reads only the keys between the first token of its
-first sequence and its own last token, so packing costs no mask of the whole stream and no loop over sequences.
+"""Attention in blocks of queries over the flat stream.
+
+Each block reads only the keys between the first token of its first sequence and its own last token, so packing costs
+no mask of the whole stream and no loop over sequences.
 """
 
 from collections.abc import Sequence

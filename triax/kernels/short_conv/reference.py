@@ -4,6 +4,7 @@ Source: Kimi Linear (arXiv 2510.26692) section 4.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float
@@ -29,7 +30,7 @@ def short_conv(
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     outputs, windows = [hidden[:0].to(wide)], []
-    for row, (first, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for row, (first, end) in enumerate(pairwise(starts)):
         seen = torch.cat([window[row].to(hidden.dtype), hidden[first:end]])
         for t in range(end - first):
             outputs.append((seen[t : t + weight.shape[1]].to(wide) * weight.T.to(wide)).sum(0, keepdim=True))

@@ -1,9 +1,11 @@
-"""The short convolution as a few shifted multiply-adds over the whole stream; only the first tokens of each sequence,
-whose taps reach over its border, are computed apart.
+"""The short convolution as a few shifted multiply-adds over the whole stream.
+
+Only the first tokens of each sequence, whose taps reach over its border, are computed apart.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +48,7 @@ def _places(starts: tuple[int, ...], num_taps: int, device: str) -> _Places:
     taps: list[list[int]] = []
     last: list[int] = []
     following: list[list[int]] = []
-    for row, (first, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for row, (first, end) in enumerate(pairwise(starts)):
         near = min(past, end - first)
         own, older = windows + len(border), (row + 1) * past
         for t in range(near):
@@ -60,7 +62,9 @@ def _places(starts: tuple[int, ...], num_taps: int, device: str) -> _Places:
     def index(values: list[Any], *shape: int) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=device).reshape(shape)
 
-    return _Places(index(border, -1), index(taps, -1, num_taps), index(last, -1), index(following, len(following), past))
+    return _Places(
+        index(border, -1), index(taps, -1, num_taps), index(last, -1), index(following, len(following), past)
+    )
 
 
 class _ShortConv(torch.autograd.Function):

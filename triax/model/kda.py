@@ -1,0 +1,118 @@
+"""The layer that remembers by correcting itself: Kimi Delta Attention."""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from triax.config import model as config
+from triax.kernels.kda import kda
+from triax.kernels.short_conv import short_conv
+from triax.model.cache import KdaCache
+from triax.model.layout import Layout
+from triax.model.matrix import Blocks, matrix
+from triax.model.norm import Fp32Norm, normalize
+from triax.model.precision import KeepsFp32, at_least_fp32
+
+UNIT_EPS = 1e-6  # added to the sum of squares of a query or key; keeps the gradient finite at zero
+
+
+class KDA(KeepsFp32):
+    """Delta-rule attention in which every key channel forgets at its own rate.
+
+    query, key, value = silu(short_conv(W hidden)), query and key of unit norm per head
+    z         = W_up W_down hidden + decay_bias
+    log_decay = lowest sigmoid(exp(decay_rate) z)   (bounded, K3)   or   -exp(decay_rate) softplus(z)   (Kimi Linear)
+    state_t   = decayed + beta key (value - decayed^T key)^T   with   decayed = exp(log_decay) state_{t-1}
+    output    = W_o [RMSNorm(state_t^T query / sqrt(K)) sigmoid(W_gate hidden)]
+
+    Source: K3 report (arXiv 2607.24653) section 2.1.1; Kimi Linear (arXiv 2510.26692) section 4.
+    """
+
+    fp32 = ("decay_rate", "decay_bias", "query_conv", "key_conv", "value_conv")
+
+    def __init__(self, width: int, settings: config.Kda, norm_eps: float, init_std: float) -> None:
+        super().__init__()
+        self.settings = settings
+        heads, dim, taps = settings.num_heads, settings.head_dim, settings.conv_kernel
+        inner = heads * dim
+        self.query = matrix(width, inner, init_std)
+        self.key = matrix(width, inner, init_std)
+        self.value = matrix(width, inner, init_std)
+        for name in ("query_conv", "key_conv", "value_conv"):
+            kernel = torch.zeros(inner, taps, dtype=torch.float32)
+            self.register_parameter(name, nn.Parameter(nn.init.uniform_(kernel, -(taps**-0.5), taps**-0.5)))
+        self.decay_down = matrix(width, dim, init_std)
+        self.decay_up = matrix(dim, inner, init_std)
+        self.decay_rate = nn.Parameter(self._fresh_rate())
+        self.decay_bias = nn.Parameter(_fresh_bias(inner))
+        self.beta = matrix(width, heads, init_std)
+        if settings.output_gate == "full":
+            self.gate = matrix(width, inner, init_std)
+        else:
+            self.gate_down = matrix(width, dim, init_std)
+            self.gate_up = matrix(dim, inner, init_std)
+        self.norm = Fp32Norm(dim, norm_eps)
+        self.output = matrix(inner, width, init_std)
+
+    def _fresh_rate(self) -> Tensor:
+        heads = self.settings.num_heads
+        if self.settings.decay.kind == "bounded":
+            return torch.zeros(heads, dtype=torch.float32)
+        return (torch.rand(heads, dtype=torch.float32) * 15 + 1).log()
+
+    def forward(
+        self, hidden: Float[Tensor, "T D"], layout: Layout, cache: KdaCache | None = None
+    ) -> Float[Tensor, "T D"]:
+        """Read and update the memory of each sequence, in order; the cache, if any, is continued in place."""
+        heads, dim = self.settings.num_heads, self.settings.head_dim
+        projected = torch.cat([self.query(hidden), self.key(hidden), self.value(hidden)], dim=-1)
+        kernels = torch.cat([self.query_conv, self.key_conv, self.value_conv])
+        if cache is None:
+            window = projected.new_zeros(len(layout.lengths), self.settings.conv_kernel - 1, len(kernels))
+        else:
+            window = cache.window
+        mixed, window = short_conv(projected, kernels, window, layout.starts)
+        query, key, value = mixed.unflatten(-1, (3, heads, dim)).unbind(1)
+        decay = self.settings.decay
+        # the mean-square norm with eps / K is the L2 norm with eps, once scaled by K^-1/2; the query takes that twice
+        result = kda(
+            normalize(query, UNIT_EPS / dim, 1 / dim),
+            normalize(key, UNIT_EPS / dim, dim**-0.5),
+            value,
+            self._log_decay(hidden),
+            at_least_fp32(self.beta(hidden)).sigmoid(),
+            cache.state if cache is not None else None,
+            layout.starts,
+            lowest_log_decay=decay.lowest_log_decay if decay.kind == "bounded" else -math.inf,
+        )
+        if cache is not None:
+            cache.state, cache.window = result.state.detach(), window.detach().to(cache.window.dtype)
+        gate = self.gate(hidden) if self.settings.output_gate == "full" else self.gate_up(self.gate_down(hidden))
+        read = self.norm(result.read) * at_least_fp32(gate).sigmoid().unflatten(-1, (heads, dim))
+        return self.output(read.flatten(-2).to(hidden.dtype))
+
+    def _log_decay(self, hidden: Float[Tensor, "T D"]) -> Float[Tensor, "T H K"]:
+        """Return the log of what each key channel keeps; everything from the bias on in fp32."""
+        heads, dim = self.settings.num_heads, self.settings.head_dim
+        z = at_least_fp32(self.decay_up(self.decay_down(hidden))) + self.decay_bias
+        rate, z = self.decay_rate.exp()[:, None], z.unflatten(-1, (heads, dim))
+        if self.settings.decay.kind == "bounded":
+            return self.settings.decay.lowest_log_decay * (rate * z).sigmoid()
+        return -rate * F.softplus(z, threshold=60)  # the default of 20 would cost fp64 its last digits
+
+    def matrices(self) -> Blocks:
+        """Return the logical matrices for the optimiser: one a head where rows belong to heads."""
+        dim, width = self.settings.head_dim, self.output.out_features
+        blocks: Blocks = {f"{name}.weight": (dim,) for name in ("query", "key", "value")}
+        gates = ("gate",) if self.settings.output_gate == "full" else ("gate_down", "gate_up")
+        return blocks | {f"{name}.weight": (dim,) for name in gates} | {"output.weight": (width,)}
+
+
+def _fresh_bias(channels: int) -> Tensor:
+    """Draw the bias whose softplus is log-uniform in (0.001, 0.1), as in Mamba-2 and Kimi Linear."""
+    low, high = math.log(1e-3), math.log(1e-1)
+    step = (torch.rand(channels, dtype=torch.float32) * (high - low) + low).exp().clamp(min=1e-4)
+    return step + (-torch.expm1(-step)).log()
