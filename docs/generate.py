@@ -1,0 +1,120 @@
+"""Write the reference pages from what they describe: settings from the schema, verbs from the command tree.
+
+Run: python docs/generate.py (part of `make docs`); a test holds that the pages are current.
+"""
+
+from pathlib import Path
+
+import typer
+from pydantic.fields import FieldInfo
+from typer.testing import CliRunner
+
+from triax.cli.app import app
+from triax.config.base import Settings
+from triax.config.schema import alternatives, element, kind_name, tables
+from triax.config.show import toml
+from triax.config.train import Recipe
+
+FOLDER = Path(__file__).parent / "reference"
+
+
+def settings_page() -> str:
+    """Return the page of all settings: one section a table, one row a setting."""
+    lines = [
+        "# Settings",
+        "",
+        "Every table and setting of a recipe, generated from the schema. A recipe is a TOML file; `extends` names a",
+        "parent; `key.path=value` on the command line is laid over it; the whole is validated once.",
+        "The word `none` turns off what can be off. How recipes work: [Recipes](../guides/recipes.md).",
+        "",
+    ]
+    todo: list[tuple[str, type[Settings]]] = [("", Recipe)]
+    while todo:
+        path, table = todo.pop(0)
+        kind = kind_name(table)
+        title = f"{path} (kind `{kind}`)" if kind else path or "The recipe"
+        lines += [f"## {title}", "", (table.__doc__ or "").split("\n\n")[0].replace("\n", " "), ""]
+        lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
+        for name, field in table.model_fields.items():
+            if name == "kind":
+                continue
+            lines.append(f"| `{name}` | {_type(field)} | {_default(field)} | {_cell(field.description or '')} |")
+            inner = element(field.annotation)
+            place = f"{path}.{name}".lstrip(".") + ("[]" if inner is not None else "")
+            todo += [(place, choice) for choice in tables(inner if inner is not None else field.annotation)]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _type(field: FieldInfo) -> str:
+    inner = element(field.annotation)
+    if inner is not None:
+        return "list of tables" if tables(inner) else f"list of {_words(inner)}"
+    text = "table" if tables(field.annotation) else _words(field.annotation)
+    bounds = [
+        f"{sign} {getattr(rule, name):g}"
+        for rule in field.metadata
+        for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
+        if getattr(rule, name, None) is not None
+    ]
+    off = " or `none`" if type(None) in alternatives(field.annotation) else ""
+    return f"{text}{off}" + (f", {', '.join(bounds)}" if bounds else "")
+
+
+def _words(annotation: object) -> str:
+    known = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path"}
+    for kind in alternatives(annotation):
+        if kind in known:
+            return known[kind]
+        if choices := getattr(kind, "__args__", None):
+            return " or ".join(f"`{choice}`" for choice in choices)
+    return "value"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    default = field.get_default(call_default_factory=True)
+    if isinstance(default, Settings):
+        kind = kind_name(type(default))
+        return f"kind `{kind}`" if kind else "its own defaults"
+    return "`none`" if default is None else f"`{_cell(toml(default))}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("\n", " ").replace("|", "\\|")
+
+
+def commands_page() -> str:
+    """Return the page of all verbs: the help text of each, as the terminal shows it."""
+    lines = ["# Commands", "", "What each verb says about itself, generated from the program.", ""]
+    lines += ["Exit status: 0 done, 1 failed, 2 misused. Results go to stdout, everything else to stderr.", ""]
+    for words in verbs():
+        shown = CliRunner().invoke(app, [*words, "--help"], prog_name="triax", env={"COLUMNS": "100"})
+        lines += [f"## {' '.join(['triax', *words])}", "", "```text", shown.output.strip(), "```", ""]
+    return "\n".join(lines)
+
+
+def verbs() -> list[tuple[str, ...]]:
+    """Return the words of every verb, the bare program first."""
+    found: list[tuple[str, ...]] = []
+    todo: list[tuple[tuple[str, ...], object]] = [((), typer.main.get_command(app))]
+    while todo:
+        words, command = todo.pop(0)
+        found.append(words)
+        todo += [((*words, name), verb) for name, verb in getattr(command, "commands", {}).items()]
+    return found
+
+
+PAGES = {"settings.md": settings_page, "commands.md": commands_page}
+
+
+def main() -> None:
+    """Write all pages."""
+    FOLDER.mkdir(exist_ok=True)
+    for name, page in PAGES.items():
+        (FOLDER / name).write_text(page())
+
+
+if __name__ == "__main__":
+    main()
