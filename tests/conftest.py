@@ -10,6 +10,7 @@ from functools import wraps
 
 import pytest
 import torch
+import torch.utils._device
 from hypothesis import settings
 
 from triax.config.model import Model
@@ -42,6 +43,7 @@ def _poisoned(allocate):
 
 @pytest.fixture(scope="session", autouse=True)
 def poisoned_allocation():
+    torch.utils._device._device_constructors()  # remembers the real ones, so that `with torch.device("meta")` works
     patch = pytest.MonkeyPatch()
     for owner, name in [
         (torch, "empty"),
