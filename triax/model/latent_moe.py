@@ -9,6 +9,7 @@ from triax.kernels import moe as kernel
 from triax.model.gated_mlp import GatedMlp
 from triax.model.matrix import Blocks, matrix
 from triax.model.norm import RMSNorm
+from triax.model.precision import at_least_fp32
 from triax.model.router import Router, Routing
 from triax.model.situ_glu import activation_of
 
@@ -68,7 +69,7 @@ class LatentMoe(nn.Module):
         else:
             summed = self.experts(self.latent_down(hidden), routing)
             if self.training and summed.numel():
-                self.latent_rms = torch.linalg.vector_norm(summed.detach(), dtype=torch.float32) / summed.numel() ** 0.5
+                self.latent_rms = at_least_fp32(summed.detach()).square().mean().sqrt()
             output = self.latent_up(summed if self.latent_norm is None else self.latent_norm(summed))
         return output if self.shared is None else output + self.shared(hidden)
 
