@@ -75,7 +75,7 @@ def newest(folder: Path) -> Path:
     Raises:
         CheckpointError: There is none.
     """
-    found = _steps(folder)
+    found = steps(folder)
     if not found:
         raise CheckpointError(f"{folder}: no checkpoint to resume from; found none; train without resuming")
     return found[0]
@@ -83,7 +83,7 @@ def newest(folder: Path) -> Path:
 
 def whole(folder: Path) -> list[Path]:
     """Return the checkpoints whose files all have their recorded size, newest first."""
-    return [path for path in _steps(folder) if _whole(path)]
+    return [path for path in steps(folder) if _whole(path)]
 
 
 def verify(checkpoint: Path) -> dict[str, Any]:
@@ -201,7 +201,8 @@ def _damaged(checkpoint: Path, name: str, what: str) -> CheckpointError:
     return CheckpointError(f"checkpoint {checkpoint}: file `{name}` {what}; it cannot be trusted; {advice}")
 
 
-def _steps(folder: Path) -> list[Path]:
+def steps(folder: Path) -> list[Path]:
+    """Return the checkpoints of a run, newest first, whole or damaged; drafts are none."""
     numbered = [(int(m[1]), p) for p in folder.glob("step-*") if (m := re.fullmatch(r"step-(\d+)", p.name))]
     return [path for _, path in sorted(numbered, reverse=True)]
 

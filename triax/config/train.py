@@ -39,6 +39,8 @@ class Run(Settings):
     """Steps with a non-finite loss or gradient that are skipped before the run stops."""
     spike_sigmas: float = Field(0.0, ge=0)
     """Skip a step whose loss is this many standard deviations above the last 128; 0 never does."""
+    check_after: NonNegativeInt = 20
+    """Steps after which every trainable tensor must have moved beyond weight decay; 0 does not look."""
     baselines: bool = False
     """Compute the byte-model and xz baselines on the same split and print them beside the result."""
     tensorboard: bool = False

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from triax.checkpoint.run import RECIPE
 from triax.train import plots
-from triax.train.run_folder import ENVIRONMENT, RECIPE, RESULT, flat
+from triax.train.run_folder import ENVIRONMENT, RESULT, flat
 
 PAGE = "report.html"
 

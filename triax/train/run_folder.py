@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from triax.checkpoint.run import RECIPE
 from triax.config.train import Recipe
 from triax.errors import CheckpointError, ConfigError
 
-RECIPE, ENVIRONMENT, METRICS, RESULT = "recipe.json", "environment.json", "metrics.jsonl", "result.json"
-LOG, TOKENIZER, CHECKPOINTS, PLOTS = "log.txt", "tokenizer.json", "checkpoints", "plots"
+ENVIRONMENT, METRICS, RESULT, LOG, PLOTS = "environment.json", "metrics.jsonl", "result.json", "log.txt", "plots"
 
 FREE_TO_CHANGE = ("train.", "schedule.")
 """Settings that a resumed run may change: length, rate (a branch that decays), what is written when, the device."""
@@ -35,12 +35,12 @@ def prepare(path: Path, *, resume: bool) -> bool:
     Raises:
         ConfigError: The folder cannot be written, holds something else, or holds a run and `resume` is not set.
     """
-    there = (path / RECIPE).exists()
-    if there and not resume:
-        raise ConfigError(
-            f"{path}: holds a run already; found `{RECIPE}`; pass --resume to go on or choose another folder"
-        )
     try:
+        there = (path / RECIPE).exists()
+        if there and not resume:
+            raise ConfigError(
+                f"{path}: holds a run already; found `{RECIPE}`; pass --resume to go on or choose another folder"
+            )
         strangers = [] if there or not path.exists() else [entry.name for entry in path.iterdir()]
         if set(strangers) - {f"{RECIPE}.tmp", ENVIRONMENT, f"{ENVIRONMENT}.tmp", LOG}:
             raise ConfigError(f"{path}: is not empty and holds no run; found `{min(strangers)}`; choose another folder")
@@ -59,21 +59,6 @@ def record(path: Path, recipe: Recipe, origins: Mapping[str, str] | None) -> Non
     """Write down what was asked for and where it runs."""
     write_json(path / ENVIRONMENT, environment(recipe.train.device))
     write_json(path / RECIPE, {"recipe": recipe.model_dump(mode="json"), "origins": dict(origins or {})})
-
-
-def recipe_of(path: Path) -> Recipe:
-    """Return the resolved recipe of a run.
-
-    Raises:
-        CheckpointError: This is no run folder, or its recipe cannot be read.
-    """
-    try:
-        return Recipe.model_validate(json.loads((path / RECIPE).read_text())["recipe"])
-    except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise CheckpointError(
-            f"{path}: is not the folder of a run; `{RECIPE}` cannot be read ({problem}); "
-            "name a folder that `triax train` wrote"
-        ) from None
 
 
 def refuse_other_settings(checkpoint: Path, saved: Mapping[str, Any], recipe: Recipe, world_size: int) -> None:
@@ -98,6 +83,11 @@ def refuse_other_settings(checkpoint: Path, saved: Mapping[str, Any], recipe: Re
 def fingerprint(recipe: Recipe, world_size: int) -> dict[str, Any]:
     """Return what a checkpoint remembers of its run: the resolved recipe and the number of processes."""
     return recipe.model_dump(mode="json") | {"world_size": world_size}
+
+
+def world_size() -> int:
+    """Return the number of processes of the run."""
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def environment(device: str) -> dict[str, Any]:

@@ -1,0 +1,83 @@
+"""A run killed at any moment goes on as if it never was."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from triax.checkpoint import sharded
+from triax.config.load import load_recipe
+from triax.train import metrics
+from triax.train.loop import train
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from triax.config.train import Recipe
+from triax.train.loop import train
+train(Recipe.model_validate(json.loads(Path(sys.argv[1]).read_text())), Path(sys.argv[2]), resume=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    place = tmp_path_factory.mktemp("text")
+    for part in range(3):
+        (place / f"{part}.txt").write_text("".join(f"{part} {n}: {n * n * (part + 3)}\n" for n in range(300)))
+    overrides = [
+        f'data.sources=[{{kind = "folder", path = "{place}"}}]',
+        *("train.tokens=3840", "train.batch_tokens=64", "train.micro_tokens=64", "train.save_every=2"),
+        *("train.log_every=5", "data.tokenizer.vocab_size=300", "data.held_out_share=0.3", "train.check_after=0"),
+        *("model.num_layers=2", "model.mla_layers=[1]"),
+    ]
+    return load_recipe("nano", overrides)
+
+
+def losses(run_dir):
+    lines = metrics.read(run_dir / "metrics.jsonl")
+    return [(line["step"], line.get("train/loss"), line.get("eval/bits_per_byte")) for line in lines]
+
+
+@pytest.mark.slow
+def test_killed_again_and_again_the_run_ends_with_the_same_bits(recipe, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    expected = train(recipe, whole)
+    (tmp_path / "recipe.json").write_text(recipe.model_dump_json())
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "recipe.json"), str(killed)]
+    moment, kills, steps_at_kills = random.Random(5), 0, set()
+    for attempt in range(20):
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        if attempt < 4:
+            lines = (killed / "metrics.jsonl").stat().st_size if (killed / "metrics.jsonl").exists() else 0
+            while process.poll() is None and not _grown(killed / "metrics.jsonl", lines):
+                time.sleep(0.01)
+            time.sleep(moment.uniform(0, 0.5))
+            process.send_signal(signal.SIGKILL)
+        process.wait(timeout=120)
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL
+        kills += 1
+        steps_at_kills.add(max((step for step, *_ in losses(killed)), default=0))
+    assert kills >= 2
+    assert len(steps_at_kills) >= 2
+    assert losses(killed) == losses(whole)
+    assert sharded.verify(killed / "checkpoints" / f"step-{expected.steps}")["step"] == expected.steps
+    ours, theirs = (sharded.load(run / "checkpoints" / f"step-{expected.steps}") for run in (killed, whole))
+    for part in ("model", "optimizer"):
+        assert ours[part].keys() == theirs[part].keys()
+        for name, tensor in theirs[part].items():
+            assert torch.equal(ours[part][name], tensor), name
+    assert ours["loader"] == theirs["loader"]
+    assert torch.equal(ours["random"]["torch"], theirs["random"]["torch"])
+
+
+def _grown(path, size):
+    return path.exists() and path.stat().st_size > size

@@ -1,0 +1,22 @@
+"""Parameters by what they belong to, for norms that say where a run goes wrong."""
+
+from triax.config.model import Model
+
+
+def group_of(name: str, settings: Model) -> str:
+    """Return the group of a parameter of the decoder, by its name."""
+    parts = name.split(".")
+    if parts[0] == "multi_token":
+        return "multi_token"
+    if any(part.endswith("_mix") for part in parts):
+        return "residual_mix"
+    if "norm" in parts[-1] or (len(parts) > 1 and "norm" in parts[-2]):
+        return "norms"
+    if parts[0] != "layers":
+        return parts[0]
+    part = parts[3]
+    if parts[2] == "attention":
+        return "attention" if settings.is_mla(int(parts[1])) else "kda"
+    if part in ("router", "experts", "shared"):
+        return part
+    return "latent" if part.startswith("latent") else "dense"

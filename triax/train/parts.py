@@ -1,0 +1,100 @@
+"""From a recipe to what a run is made of: text, tokenizer, rows, network, optimiser."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from triax.checkpoint.run import TOKENIZER
+from triax.config.train import Recipe
+from triax.data.corpus import Corpus
+from triax.data.mixture import PackedLoader
+from triax.data.pack import TokenStream
+from triax.data.tokenizer import Tokenizer
+from triax.errors import ConfigError
+from triax.model.count import sheet
+from triax.model.decoder import Decoder
+from triax.optim.build import Optimizer
+from triax.optim.build import build as build_optimizer
+from triax.train.progress import short
+
+
+@dataclass
+class Parts:
+    """What a run is made of."""
+
+    corpus: Corpus
+    tokenizer: Tokenizer
+    loader: PackedLoader
+    held_out: TokenStream
+    bytes_per_token: float
+    """Of the training text; turns nats per token into bits per byte."""
+    model: Decoder
+    optimizer: Optimizer
+
+    def texts(self) -> tuple[list[bytes], list[bytes]]:
+        """Return the training and the held-out documents as bytes."""
+        training = [document.text.encode() for source in self.corpus.training for document in source]
+        return training, [document.text.encode() for document in self.corpus.held_out]
+
+
+def build(recipe: Recipe, run_dir: Path, say: Callable[[str], None]) -> Parts:
+    """Read the text, learn or load the tokenizer, and build network and optimiser on the run's device.
+
+    The tokenizer is written to the run's folder once and read from there ever after, so a resumed run has the same.
+
+    Raises:
+        ConfigError: The device does not exist, or the tokenizer has more tokens than the model.
+        DataError: The text cannot be read or is too short.
+    """
+    device = device_of(recipe.train.device)
+    corpus = Corpus.read(recipe.data)
+    tokenizer = _tokenizer(corpus, recipe, run_dir / TOKENIZER)
+    parts, held_out = corpus.encode(tokenizer)
+    loader = PackedLoader(parts, recipe.data.seq_len, recipe.train.micro_tokens, recipe.train.seed)
+    num_bytes = sum(part.stream.num_bytes for part in parts)
+    num_tokens = sum(part.stream.num_tokens for part in parts)
+    say(
+        f"text: {num_bytes / 1e6:.1f} MB, {short(num_tokens)} tokens to learn from, "
+        f"{held_out.num_bytes / 1e6:.2f} MB held out"
+    )
+    with device:
+        model = Decoder(recipe.model)
+    counted = sheet(recipe.model, recipe.data.seq_len)
+    say(f"model: {short(counted.parameters)} parameters, {short(counted.active_parameters)} active, on {device}")
+    optimizer = build_optimizer(model, recipe.optim)
+    return Parts(corpus, tokenizer, loader, held_out, num_bytes / num_tokens, model, optimizer)
+
+
+def device_of(name: str) -> torch.device:
+    """Return the device that a setting names; `auto` is a GPU if there is one.
+
+    Raises:
+        ConfigError: This machine has no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as problem:
+        first = str(problem).splitlines()[0]
+        raise ConfigError(f"train.device `{name}`: this machine has no such device; {first}; use `auto`") from None
+    return device
+
+
+def _tokenizer(corpus: Corpus, recipe: Recipe, path: Path) -> Tokenizer:
+    if path.exists():
+        tokenizer = Tokenizer.load(path)
+    else:
+        tokenizer = corpus.tokenizer(recipe.data.tokenizer)
+        draft = path.with_name(f"{path.name}.tmp")
+        tokenizer.save(draft)
+        draft.rename(path)
+    if tokenizer.vocab_size > recipe.model.vocab_size:
+        raise ConfigError(
+            f"data.tokenizer: has more tokens than model.vocab_size `{recipe.model.vocab_size}`; "
+            f"found `{tokenizer.vocab_size}`; raise model.vocab_size"
+        )
+    return tokenizer

@@ -1,0 +1,296 @@
+"""A run in progress: its parts, its position, and where its numbers go."""
+
+import logging
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from triax.checkpoint import sharded
+from triax.checkpoint.run import CHECKPOINTS
+from triax.config.train import Recipe
+from triax.data.baseline import baselines
+from triax.errors import CheckpointError, TrainError, TriaxError
+from triax.optim.schedule import rate
+from triax.train import report, run_folder
+from triax.train.evaluate import Evaluation, evaluate
+from triax.train.measure import Measure
+from triax.train.metrics import JsonLines, Metrics, Sink, TensorBoard, WeightsAndBiases
+from triax.train.parts import build
+from triax.train.progress import Progress, duration
+from triax.train.run_folder import LOG, METRICS, RESULT
+from triax.train.step import Outcome, Step
+from triax.train.watch import Movement, Spikes, refuse_unmoved
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    run_dir: str
+    """Its folder."""
+    steps: int
+    """Optimiser steps behind it, skipped ones included."""
+    tokens: int
+    """Tokens read."""
+    loss: float
+    """Nats per token of the last step."""
+    bits_per_byte: float | None = None
+    """On held-out text; none if there is none or the run was stopped."""
+    baselines: dict[str, float] = field(default_factory=dict)
+    """Bits per byte of other predictors on the same text, if asked for."""
+    skipped: int = 0
+    """Steps that moved nothing."""
+    seconds: float = 0.0
+    """Time spent in steps and evaluations, over all resumptions."""
+    stopped: str = ""
+    """Signal that ended the run before its last token; empty if none did."""
+
+
+class Run:
+    """A run in progress: its parts, its position, and where its numbers go."""
+
+    def __init__(self, recipe: Recipe, run_dir: Path) -> None:
+        self.recipe, self.run_dir = recipe, run_dir
+        self.step = self.tokens = self.skipped = 0
+        self.seconds, self.loss = 0.0, float("nan")
+        self.spikes = Spikes()
+        self.progress = Progress(recipe.train.tokens, recipe.train.log_every)
+        self.sinks: list[Sink] = []
+        self.log = logging.getLogger("triax.train.run")  # to the file only: progress speaks to the person
+        self.saved_at = self.evaluated_at = -1
+
+    def __enter__(self) -> "Run":
+        """Open the log."""
+        self.file = logging.FileHandler(self.run_dir / LOG)
+        self.file.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+        self.log.propagate = False
+        self.log.setLevel(logging.INFO)
+        for logger in (self.log, logging.getLogger("triax")):
+            logger.addHandler(self.file)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, _: object) -> None:
+        """Close the log, the sinks and the live line, whatever happened."""
+        if isinstance(problem, TriaxError):
+            self.log.error("%s", problem)
+        elif problem is not None:
+            self.log.error("the run broke off", exc_info=problem)
+        self.progress.close()
+        for sink in self.sinks:
+            sink.close()
+        for logger in (self.log, logging.getLogger("triax")):
+            logger.removeHandler(self.file)
+        self.file.close()
+
+    def say(self, text: str) -> None:
+        """Tell the person and the log."""
+        self.progress.say(text)
+        self.log.info("%s", text)
+
+    def prepare(self, start: Path | None) -> None:
+        """Build everything and take over a checkpoint."""
+        torch.manual_seed(self.recipe.train.seed)
+        self.parts = build(self.recipe, self.run_dir, self.say)
+        self.make_step = Step(self.parts.model, self.parts.optimizer, self.recipe)
+        self.measure = Measure(self.parts, self.recipe)
+        if start is not None:
+            self.load_state_dict(sharded.load(start), start)
+            self.saved_at = self.step if start.parent == self.run_dir / CHECKPOINTS else -1
+            self.say(f"resumed from {start} at step {self.step}, {self.tokens:,} tokens")
+        self.sinks = self._open_sinks()
+        self.movement: Movement | None = None
+        if self.recipe.train.check_after:
+            self.movement = Movement(self.parts.model, self.measure.is_exempt)
+
+    def _open_sinks(self) -> list[Sink]:
+        run = self.recipe.train
+        sinks: list[Sink] = [JsonLines(self.run_dir / METRICS, after_step=self.step)]
+        if run.tensorboard:
+            sinks.append(TensorBoard(self.run_dir / "tensorboard"))
+        if run.wandb:
+            sinks.append(WeightsAndBiases(run.wandb, self.run_dir, self.recipe.model_dump(mode="json")))
+        return sinks
+
+    def write(self, metrics: Metrics) -> None:
+        """Send metrics of the current step to every sink."""
+        for sink in self.sinks:
+            sink.write(self.step, metrics)
+
+    def advance(self) -> Metrics:
+        """Take one step, and evaluate and save where they are due."""
+        run, began = self.recipe.train, time.monotonic()
+        batches = [next(self.parts.loader) for _ in range(run.batch_tokens // run.micro_tokens)]
+        waited = time.monotonic() - began
+        share = rate(self.recipe.schedule, min(1.0, (self.tokens + run.batch_tokens / 2) / run.tokens))
+        detailed = (self.step + 1) % run.log_every == 0
+        self.measure.listen(on=detailed)
+        score = 0.0
+
+        def refuse(loss: float) -> str:
+            nonlocal score
+            score = self.spikes.score(loss)
+            if 0 < run.spike_sigmas < score:
+                return f"loss {loss:.3f} is {score:.1f} standard deviations above the last {len(self.spikes.losses)}"
+            return ""
+
+        outcome = self.make_step(batches, share, refuse)
+        self.step, self.tokens, self.loss = self.step + 1, self.tokens + run.batch_tokens, outcome.loss
+        took = time.monotonic() - began
+        self.seconds += took
+        if not outcome.skipped:
+            self.spikes.accept(outcome.loss)
+        self._count_skipped(outcome)
+        metrics = self.measure.step(outcome, self.tokens, share, took, waited) | {
+            "train/skipped_steps": self.skipped,
+            "train/spike_score": score,
+        }
+        if detailed:
+            metrics |= self.measure.details()
+        self.write(metrics)
+        self.log.info("%s", self.progress.step(self.step, self.tokens, metrics))
+        self._check_movement(outcome, share)
+        if self.skipped > run.max_skipped:
+            self._stop_for_skips(outcome)
+        if run.eval_every and self.step % run.eval_every == 0 and self.tokens < run.tokens:
+            self.evaluate(run.eval_bytes)
+        if run.save_every and self.step % run.save_every == 0:
+            self.save()
+        return metrics
+
+    def _count_skipped(self, outcome: Outcome) -> None:
+        if outcome.skipped:
+            self.skipped += 1
+            self.say(f"step {self.step} skipped ({self.skipped} so far): {outcome.skipped}")
+
+    def _stop_for_skips(self, outcome: Outcome) -> None:
+        raise TrainError(
+            f"step {self.step}: {self.skipped} steps were skipped, more than train.max_skipped "
+            f"`{self.recipe.train.max_skipped}`; the last was {outcome.skipped}; lower optim.lr in a new run, "
+            "or raise train.max_skipped and resume"
+        )
+
+    def _check_movement(self, outcome: Outcome, share: float) -> None:
+        if self.movement is None:
+            return
+        if not outcome.skipped:
+            settings = self.recipe.optim
+            self.movement.note(settings.lr * share, settings.weight_decay)
+            self.measure.note_load()
+        if self.movement.steps == self.recipe.train.check_after:
+            unmoved = self.movement.unmoved(self.parts.model)
+            unmoved += self.movement.unmoved_experts(self.parts.model, self.measure.used_experts())
+            refuse_unmoved(unmoved, self.movement.steps)
+            self.movement = None
+
+    def evaluate(self, num_bytes: int | None = None) -> Evaluation | None:
+        """Measure on held-out text and write it down; on all of it if no number of bytes is given."""
+        stream = self.parts.held_out if num_bytes is None else self.parts.held_out.within(num_bytes)
+        if not stream.num_tokens:
+            return None
+        data, run = self.recipe.data, self.recipe.train
+        began = time.monotonic()
+        found = evaluate(self.parts.model, stream, data.seq_len, run.micro_tokens, run.precision)
+        self.seconds += time.monotonic() - began
+        self.write(
+            {
+                "train/tokens": self.tokens,
+                "eval/loss": found.loss,
+                "eval/bits_per_byte": found.bits_per_byte,
+                "eval/bytes": found.num_bytes,
+                "eval/seconds": time.monotonic() - began,
+            }
+        )
+        self.say(f"step {self.step}  held-out {found.bits_per_byte:.4f} bits per byte over {found.num_bytes:,} bytes")
+        return found
+
+    def save(self) -> None:
+        """Write a checkpoint of this step."""
+        if self.saved_at == self.step:
+            return
+        began = time.monotonic()
+        settings = run_folder.fingerprint(self.recipe, run_folder.world_size())
+        sharded.save(self.run_dir / CHECKPOINTS, self.step, self.state_dict(), settings, keep=self.recipe.train.keep)
+        self.saved_at = self.step
+        self.log.info("saved step-%d in %.1f s", self.step, time.monotonic() - began)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that decides how the run goes on."""
+        return {
+            "model": dict(self.parts.model.state_dict()),
+            "optimizer": dict(self.parts.optimizer.state_dict()),
+            "loader": self.parts.loader.state_dict(),
+            "random": {
+                "torch": torch.get_rng_state(),
+                "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+                "python": random.getstate(),
+            },
+            "progress": {
+                "step": self.step,
+                "tokens": self.tokens,
+                "skipped": self.skipped,
+                "seconds": self.seconds,
+                "loss": self.loss,
+                "spikes": self.spikes.state_dict(),
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], source: Path) -> None:
+        """Take over what `state_dict` returned.
+
+        Raises:
+            CheckpointError: It does not fit this model, optimiser or data.
+        """
+        try:
+            self.parts.model.load_state_dict(state["model"])
+        except RuntimeError as problem:
+            raise CheckpointError(
+                f"checkpoint {source}: does not fit the model; {problem}; resume with its recipe"
+            ) from None
+        self.parts.optimizer.load_state_dict(state["optimizer"])
+        self.parts.loader.load_state_dict(state["loader"])
+        torch.set_rng_state(state["random"]["torch"])
+        if len(state["random"]["cuda"]) == torch.cuda.device_count() > 0:
+            torch.cuda.set_rng_state_all(state["random"]["cuda"])
+        random.setstate(state["random"]["python"])
+        progress = state["progress"]
+        self.step, self.tokens, self.skipped = progress["step"], progress["tokens"], progress["skipped"]
+        self.seconds, self.loss = progress["seconds"], progress["loss"]
+        self.spikes.load_state_dict(progress["spikes"])
+
+    def end(self, stopped: str) -> Result:
+        """Save, and after the last token also measure, compare and report."""
+        if self.step:
+            self.save()
+        result = Result(
+            str(self.run_dir),
+            self.step,
+            self.tokens,
+            self.loss,
+            skipped=self.skipped,
+            seconds=self.seconds,
+            stopped=stopped,
+        )
+        if stopped and self.tokens < self.recipe.train.tokens:
+            self.say(f"stopped by {stopped} at step {self.step}; saved; go on with --resume")
+            return result
+        return self._finish(result)
+
+    def _finish(self, result: Result) -> Result:
+        found = self.evaluate()
+        if found is not None:
+            result = replace(result, bits_per_byte=found.bits_per_byte, seconds=self.seconds)
+        if self.recipe.train.baselines and found is not None:
+            self.say("measuring the byte model and xz on the same text, about 3 s per MB of training text")
+            sides = self.parts.texts()
+            result = replace(result, baselines=baselines(*sides))
+        run_folder.write_json(self.run_dir / RESULT, asdict(result))
+        for name, value in {"this model": result.bits_per_byte, **result.baselines}.items():
+            if value is not None:
+                self.say(f"{name:<12} {value:.4f} bits per byte of held-out text")
+        self.say(f"{duration(result.seconds)} of training; report in {report.write(self.run_dir)}")
+        return result
