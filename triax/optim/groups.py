@@ -85,7 +85,7 @@ def _stated(model: nn.Module) -> dict[int, tuple[int, ...]]:
 
 
 def _statements(model: nn.Module) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    for where, module in model.named_modules():
+    for where, module in reversed(list(model.named_modules())):  # inner first: errors name the layer itself
         matrices = getattr(module, "matrices", None)
         if callable(matrices):
             for name, pattern in matrices().items():

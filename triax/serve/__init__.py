@@ -1,0 +1,1 @@
+"""Answering: continue prompts with a trained model."""
