@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from triax.errors import ConfigError, TrainError
 
@@ -17,6 +17,7 @@ Value = float | int | list[float]
 Metrics = Mapping[str, Value]
 
 
+@runtime_checkable
 class Sink(Protocol):
     """Takes the metrics of a step."""
 
