@@ -54,18 +54,21 @@ class Layout:
 
 
 @lru_cache(maxsize=8)  # every layer of a forward asks for the same ones
+@torch.inference_mode(False)  # what is kept here may be needed in training later
 def _positions(layout: Layout, device: str) -> Tensor:
     spans = [torch.arange(n, device=device) for n in layout.lengths]
     return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.long, device=device)
 
 
 @lru_cache(maxsize=8)
+@torch.inference_mode(False)
 def _sequence(layout: Layout, device: str) -> Tensor:
     lengths = torch.tensor(layout.lengths, dtype=torch.long, device=device)
     return torch.arange(len(layout.lengths), device=device).repeat_interleave(lengths, output_size=layout.num_tokens)
 
 
 @lru_cache(maxsize=8)
+@torch.inference_mode(False)
 def _has_next(layout: Layout, device: str) -> Tensor:
     followed = torch.ones(layout.num_tokens, dtype=torch.bool)
     followed[[end - 1 for end, n in zip(layout.starts[1:], layout.lengths, strict=True) if n]] = False
@@ -99,7 +102,7 @@ def pack(
 
 
 def unpack(
-    values: Shaped[Tensor, "N ..."], index: Int[Tensor, " N"], shape: tuple[int, int], fill: float = 0.0
+    values: Shaped[Tensor, "N ..."], index: Int[Tensor, " N"], shape: tuple[int, int], fill: float | int = 0
 ) -> Shaped[Tensor, "B T ..."]:
     """Put values of packed tokens back in their batch, with `fill` at the pads."""
     batch = values.new_full((shape[0] * shape[1], *values.shape[1:]), fill)

@@ -27,7 +27,7 @@ class KeepsFp32(nn.Module):
         def careful(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             if moved.dtype not in FULL and any(tensor is one for one in kept):
-                return tensor.to(moved.device, FULL[0] if tensor.dtype not in FULL else tensor.dtype)
+                return tensor.to(moved.device, torch.float32)
             return moved
 
         return super()._apply(careful, recurse)

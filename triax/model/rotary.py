@@ -54,7 +54,7 @@ def rotate(
 ) -> Shaped[Tensor, "T *heads R"]:
     """Turn each pair of neighbouring channels by its token's angle; computed in fp32 or wider."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    shape = (len(x), *[1] * (x.dim() - 2), -1)
+    shape = (len(x), *[1] * (x.dim() - 2), cos.shape[-1])
     cos, sin = cos.to(wide).reshape(shape), sin.to(wide).reshape(shape)
     even, odd = x.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)

@@ -45,6 +45,7 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(maxsize=4)  # every layer of a forward asks for the same one
+@torch.inference_mode(False)  # what is kept here may be needed in training later
 def _plan(query_starts: tuple[int, ...], key_starts: tuple[int, ...], device: str) -> _Plan:
     length = query_starts[-1]
     counts = torch.tensor(query_starts).diff()

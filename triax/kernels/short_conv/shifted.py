@@ -41,6 +41,7 @@ class _Places(NamedTuple):
 
 
 @lru_cache(maxsize=8)  # every layer of a forward asks for the same one
+@torch.inference_mode(False)  # what is kept here may be needed in training later
 def _places(starts: tuple[int, ...], num_taps: int, device: str) -> _Places:
     past = num_taps - 1
     windows = (len(starts) - 1) * past
