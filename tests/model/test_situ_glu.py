@@ -9,7 +9,9 @@ from triax.kernels.situ_glu import reference
 from triax.model.situ_glu import activation_of, glu
 
 ACTIVATIONS = [Situ(), Situ(gate_cap=1.0, up_cap=None), Situ(gate_cap=0.5, up_cap=2.0), Swiglu()]
-EXTREME = torch.tensor([0.0, 1e-30, -1e-30, 1e-4, -1e-4, 20.0, -20.0, 88.0, -88.0, 200.0, -200.0, 1e6, -1e6, 3e38, -3e38])
+EXTREME = torch.tensor(
+    [0.0, 1e-30, -1e-30, 1e-4, -1e-4, 20.0, -20.0, 88.0, -88.0, 200.0, -200.0, 1e6, -1e6, 3e38, -3e38]
+)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=repr)
