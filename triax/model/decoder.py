@@ -16,7 +16,7 @@ from triax.model.gated_mlp import GatedMlp
 from triax.model.kda import KDA
 from triax.model.latent_moe import LatentMoe
 from triax.model.layout import Layout
-from triax.model.matrix import Blocks
+from triax.model.matrix import Blocks, draw_normal
 from triax.model.multi_token import MultiToken
 from triax.model.norm import RMSNorm
 
@@ -98,7 +98,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(settings.width, settings.vocab_size, bias=False)
         self.multi_token = self._multi_token()
         for weight in (self.embed.weight, self.head.weight):
-            nn.init.normal_(weight, std=settings.init_std)
+            draw_normal(weight, settings.init_std)
 
     def _multi_token(self) -> MultiToken | None:
         settings = self.settings

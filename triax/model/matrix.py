@@ -1,6 +1,6 @@
 """The products that a layer is made of."""
 
-from torch import nn
+from torch import Tensor, nn
 
 Blocks = dict[str, tuple[int, ...]]
 """Parameter names to the row counts of the logical matrices in it, repeated to its end; a layer states its own."""
@@ -9,5 +9,11 @@ Blocks = dict[str, tuple[int, ...]]
 def matrix(width_in: int, width_out: int, init_std: float) -> nn.Linear:
     """Return a product without bias whose weight is drawn from N(0, init_std^2)."""
     product = nn.Linear(width_in, width_out, bias=False)
-    nn.init.normal_(product.weight, std=init_std)
+    draw_normal(product.weight, init_std)
     return product
+
+
+def draw_normal(weight: Tensor, std: float) -> None:
+    """Fill a weight from N(0, std^2); on the meta device there is nothing to fill, and trying takes seconds for K3."""
+    if not weight.is_meta:
+        nn.init.normal_(weight, std=std)
