@@ -4,10 +4,27 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TextIO
+from typing import Protocol, runtime_checkable
 
 COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m"}
 PLAIN = "\033[0m"
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """Where words go: a file of text that knows whether it is a terminal."""
+
+    def write(self, text: str, /) -> object:
+        """Take text."""
+        ...
+
+    def flush(self) -> object:
+        """Pass on what was written."""
+        ...
+
+    def isatty(self) -> bool:
+        """Tell whether a person reads along."""
+        ...
 
 
 def logger(room: str) -> logging.Logger:
@@ -15,7 +32,7 @@ def logger(room: str) -> logging.Logger:
     return logging.getLogger(f"triax.{room}")
 
 
-def wants_colour(stream: TextIO) -> bool:
+def wants_colour(stream: Stream) -> bool:
     """Return whether a stream is a terminal whose user did not ask for plain text."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
@@ -37,7 +54,19 @@ class Plain(logging.Formatter):
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
-def configure(stream: TextIO | None = None, file: Path | None = None, *, verbose: bool = False) -> None:
+class Spoken(logging.StreamHandler[Stream]):
+    """Writes to the stderr of the moment, so that a live line that took it over stays below what is said."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record."""
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def configure(stream: Stream | None = None, file: Path | None = None, *, verbose: bool = False) -> None:
     """Send all rooms' words to a stream, and to a file if one is given; calling it again replaces what was set.
 
     Args:
@@ -49,9 +78,8 @@ def configure(stream: TextIO | None = None, file: Path | None = None, *, verbose
     for handler in list(root.handlers):
         root.removeHandler(handler)
         handler.close()
-    stream = stream or sys.stderr
-    spoken = logging.StreamHandler(stream)
-    spoken.setFormatter(Plain(colour=wants_colour(stream)))
+    spoken = logging.StreamHandler(stream) if stream else Spoken()
+    spoken.setFormatter(Plain(colour=wants_colour(stream or sys.stderr)))
     root.addHandler(spoken)
     if file is not None:
         kept = logging.FileHandler(file)

@@ -49,18 +49,23 @@ def extras() -> dict[str, bool]:
 
 
 def thread_warnings(num_threads: int, num_cores: int) -> list[str]:
-    """Return what is wrong with the number of compute threads, each with what to do."""
-    found = [f"{name}={os.environ[name]}" for name in THREAD_VARIABLES if name in os.environ]
-    where = f" (set by {', '.join(found)})" if found else ""
-    if num_threads > num_cores:
+    """Return what is wrong with the number of compute threads, with what to do.
+
+    Args:
+        num_threads: Threads that torch uses; it may have cut down what the environment asks for.
+        num_cores: Cores that this process may use.
+    """
+    asked = {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ}
+    where = f" (set by {', '.join(f'{name}={value}' for name, value in asked.items())})" if asked else ""
+    most = max([num_threads, *(int(value) for value in asked.values() if value.isdigit())])
+    if most > num_cores:
         return [
-            f"threads: {num_threads} compute threads{where} share {num_cores} cores, which is slower, not faster; "
+            f"threads: {most} compute threads{where} for {num_cores} cores are slower, not faster; "
             f"set OMP_NUM_THREADS={num_cores}"
         ]
-    if num_threads < num_cores and found:
+    if num_threads < num_cores and asked:
         return [
-            f"threads: {num_threads} of {num_cores} cores are used{where}; "
-            f"unset it or set OMP_NUM_THREADS={num_cores} to use all"
+            f"threads: {num_threads} of {num_cores} cores are used{where}; set OMP_NUM_THREADS={num_cores} to use all"
         ]
     return []
 

@@ -15,23 +15,30 @@ def train(
         Path | None, typer.Option("--run", metavar="DIR", help="Run folder; runs/NAME if not given.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest whole checkpoint, or start if there is no run.")
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint, or start if there is no run.")
     ] = False,
+    branch: Annotated[
+        Path | None, typer.Option("--branch", metavar="CHECKPOINT", help="Start from another run's checkpoint.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the plan, train nothing.")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Train a model on text."""
+    import json
+    from dataclasses import asdict
+
     from triax.config.load import load
     from triax.config.show import as_toml
     from triax.config.train import Recipe
+    from triax.model.count import sheet
 
     loaded = load(Recipe, recipe, settings or ())
+    plan = loaded.settings.train
     folder = run or Path("runs") / (loaded.path.parent.name if loaded.path.name == "recipe.json" else loaded.path.stem)
     if dry_run:
-        from triax.model.count import sheet
-
-        plan, counted = loaded.settings.train, sheet(loaded.settings.model, loaded.settings.data.seq_len)
+        counted = sheet(loaded.settings.model, loaded.settings.data.seq_len)
         print(as_toml(loaded))
         print(f"# {counted.parameters:,} parameters, {counted.active_parameters:,} active for one token")
         print(f"# {-(-plan.tokens // plan.batch_tokens):,} steps of {plan.batch_tokens:,} tokens, into {folder}")
@@ -43,9 +50,15 @@ def train(
     from triax.train.loop import train as learn
 
     log.configure()
-    run_on = loaded.settings.train
-    on_cpu = run_on.device == "cpu" or (run_on.device == "auto" and not torch.cuda.is_available())
-    warnings = machine.thread_warnings(torch.get_num_threads(), machine.cores()) if on_cpu else []
-    for text in [*warnings, *machine.precision_warnings(run_on.precision, on_cpu=on_cpu)]:
+    on_cpu = plan.device == "cpu" or (plan.device == "auto" and not torch.cuda.is_available())
+    threads = machine.thread_warnings(torch.get_num_threads(), machine.cores()) if on_cpu else []
+    for text in [*threads, *machine.precision_warnings(plan.precision, on_cpu=on_cpu)]:
         log.logger("train").warning(text)
-    learn(loaded.settings, origins=loaded.origins, run_dir=folder, resume=resume)
+    result = learn(loaded.settings, folder, resume=resume, origins=loaded.origins, branch=branch)
+    if as_json:
+        print(json.dumps(asdict(result)))
+    else:
+        measured = f", {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte is not None else ""
+        print(f"{folder}: {result.steps:,} steps, {result.tokens:,} tokens{measured}")
+    if result.stopped and result.tokens < plan.tokens:
+        raise typer.Exit(1)

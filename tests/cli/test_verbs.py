@@ -1,0 +1,169 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from triax import machine
+from triax.cli.app import main
+
+
+@pytest.fixture
+def triax(capsys):
+    """Run one command in this process; give exit status, stdout and stderr."""
+
+    def run(*words):
+        try:
+            main([str(word) for word in words])
+            status = 0
+        except SystemExit as end:
+            status = end.code or 0
+        told = capsys.readouterr()
+        return status, told.out, told.err
+
+    return run
+
+
+def test_a_refused_recipe_is_a_message_and_status_2(triax):
+    status, out, err = triax("recipe", "check", "nano", "optim.momentun=3")
+    assert (status, out) == (2, "")
+    assert err == ("error: command line: optim.momentun is not a setting of MuonClip; nearest is `optim.momentum`\n")
+
+
+@pytest.mark.parametrize(
+    "words", [["frobnicate"], ["train"], ["train", "nano", "--lr", "3"], ["recipe", "chek", "nano"]]
+)
+def test_misuse_has_status_2_and_says_how_to_go_on(triax, words):
+    status, out, err = triax(*words)
+    assert (status, out) == (2, "")
+    assert "--help" in err
+
+
+def test_check_names_the_kind_of_recipe(triax):
+    assert triax("recipe", "check", "nano")[1].endswith("nano.toml: ok, a training recipe\n")
+    assert triax("recipe", "check", "k3")[1].endswith("k3.toml: ok, a model, without a run\n")
+
+
+def test_show_without_a_name_lists_what_is_shipped(triax):
+    names = [line.split()[0] for line in triax("recipe", "show")[1].splitlines()]
+    assert {"nano", "tiny", "small", "k3", "kimi-linear", "k2", "moonlight"} <= set(names)
+
+
+def test_show_tells_where_an_override_came_from(triax):
+    assert any(
+        line.startswith("optim.lr = 0.5 ") and line.endswith("# command line")
+        for line in triax("recipe", "show", "nano", "optim.lr=0.5")[1].splitlines()
+    )
+
+
+def test_show_as_json_holds_every_setting_and_the_origins(triax):
+    told = json.loads(triax("recipe", "show", "nano", "optim.lr=0.5", "--json")[1])
+    assert told["recipe"]["optim"]["momentum"] == 0.95
+    assert told["origins"]["optim.lr"] == "command line"
+
+
+def test_model_show_counts_k3(triax):
+    told = json.loads(triax("model", "show", "k3", "--json")[1])
+    assert told["num_tensors"] == 249_756
+    assert told["parameters"] == 2_779_484_476_000
+    assert told["active_parameters"] == 104_189_612_640
+
+
+def test_model_show_draws_the_tree(triax):
+    out = triax("model", "show", "nano")[1]
+    assert "attention.decay_rate" in out
+    assert "cache bytes a token" in out
+
+
+def test_model_show_reads_a_published_config_by_file_or_folder(triax, tmp_path):
+    from triax.checkpoint.compose import compose
+    from triax.config.load import load_model
+
+    settings = load_model("kimi-linear")
+    (tmp_path / "config.json").write_text(json.dumps(compose(settings)))
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert json.loads(triax("model", "show", path, "--json")[1])["parameters"] == 49_122_681_728
+
+
+def test_model_show_refuses_a_config_of_another_family_by_name(triax, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    status, _, err = triax("model", "show", tmp_path)
+    assert status == 2
+    assert "llama" in err
+
+
+def test_a_dry_run_plans_and_writes_nothing(triax, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = triax("train", "nano", "train.tokens=1000", "--dry-run")
+    assert status == 0
+    assert "# 2 steps of 512 tokens, into runs/nano" in out
+    assert not list(tmp_path.iterdir())
+
+
+def test_doctor_tells_facts_that_fit_this_machine(triax):
+    told = json.loads(triax("doctor", "--json")[1])
+    assert told["cores"] == machine.cores() >= 1
+    assert told["python"] == sys.version.split()[0]
+    assert 0 < told["free_memory_bytes"] <= told["memory_bytes"]
+    assert set(told["extras"]) == set(machine.EXTRAS)
+    assert told["means"]
+
+
+def test_doctor_in_words_names_the_same(triax):
+    out = triax("doctor")[1]
+    assert f"cores     {machine.cores()}" in out
+    assert "torch" in out
+
+
+def test_more_threads_than_cores_give_one_warning_with_the_remedy():
+    environment = os.environ | {"OMP_NUM_THREADS": str(machine.cores() + 3)}
+    words = [sys.executable, "-m", "triax", "doctor", "--json"]
+    told = json.loads(subprocess.run(words, env=environment, capture_output=True, check=True).stdout)
+    assert len(told["warnings"]) == 1
+    assert f"OMP_NUM_THREADS={machine.cores()}" in told["warnings"][0]
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(2, 0), (1, 0), (3, 1)])
+def test_threads_are_only_remarked_on_when_they_do_not_fit(monkeypatch, threads, expected):
+    for name in machine.THREAD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert len(machine.thread_warnings(threads, num_cores=2)) == expected
+
+
+def test_a_number_format_that_this_processor_emulates_is_remarked_on(monkeypatch):
+    monkeypatch.setattr(machine, "has_bf16", lambda: False)
+    assert "train.precision=fp32" in machine.precision_warnings("bf16", on_cpu=True)[0]
+    assert not machine.precision_warnings("bf16", on_cpu=False)
+    assert not machine.precision_warnings("fp32", on_cpu=True)
+
+
+def test_a_folder_that_cannot_be_made_is_a_message(triax, tmp_path):
+    (tmp_path / "file").write_text("")
+    status, _, err = triax("train", "nano", "--run", tmp_path / "file" / "run")
+    assert status == 2
+    assert str(tmp_path / "file" / "run") in err
+    assert "choose another run folder" in err
+
+
+def test_a_full_disk_is_a_message_and_status_1(triax, monkeypatch):
+    import errno
+
+    from triax.cli import app
+
+    def full(args):
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/x/metrics.jsonl")
+
+    monkeypatch.setattr(app, "app", full)
+    assert triax()[::2] == (1, "error: runs/x/metrics.jsonl: cannot be written or read; no space left on device\n")
+
+
+def test_a_fault_of_the_program_keeps_its_traceback(triax, monkeypatch):
+    from triax.cli import app
+
+    def broken(args):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(app, "app", broken)
+    with pytest.raises(ZeroDivisionError):
+        triax()

@@ -1,0 +1,74 @@
+import pytest
+import torch
+
+from triax.checkpoint import sharded
+from triax.checkpoint.released import save_released
+from triax.config import show
+from triax.config.load import Loaded
+from triax.config.train import Recipe, Run
+from triax.data.tokenizer import Tokenizer
+from triax.errors import CheckpointError
+from triax.model.decoder import Decoder
+from triax.serve.engine import Engine
+from triax.serve.open import open_engine
+
+
+@pytest.fixture(scope="module")
+def model(t0):
+    torch.manual_seed(0)
+    return Decoder(t0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.train(["def f(x):\n    return x\n" * 20], 270)
+
+
+@pytest.fixture(scope="module")
+def run_dir(t0, model, tokenizer, tmp_path_factory):
+    """A run as `triax train` leaves it, without having trained."""
+    import json
+
+    folder = tmp_path_factory.mktemp("run")
+    recipe = Recipe.model_validate({"model": t0, "train": Run(tokens=4096), "data": {"tokenizer": {"vocab_size": 270}}})
+    (folder / "recipe.json").write_text(json.dumps(show.as_json(Loaded(recipe, {}, folder))))
+    tokenizer.save(folder / "tokenizer.json")
+    sharded.save(folder / "checkpoints", 3, {"model": dict(model.state_dict())}, {}, keep=2)
+    return folder
+
+
+def test_a_run_and_its_checkpoint_give_the_model_that_was_saved(model, tokenizer, run_dir):
+    expected = Engine(model, tokenizer).generate(["def f"], 12)
+    assert open_engine(run_dir).generate(["def f"], 12) == expected
+    assert open_engine(run_dir / "checkpoints" / "step-3").generate(["def f"], 12) == expected
+
+
+def test_released_weights_with_a_tokenizer_beside_them_answer(model, tokenizer, tmp_path):
+    folder = tmp_path / "released"
+    save_released(model, folder, dtype=torch.float32)
+    with pytest.raises(CheckpointError, match=r"has no `tokenizer\.json`"):
+        open_engine(folder)
+    tokenizer.save(folder / "tokenizer.json")
+    assert open_engine(folder).generate(["def f"], 12) == Engine(model, tokenizer).generate(["def f"], 12)
+
+
+def test_a_folder_without_a_model_is_refused_by_name(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path, found in (
+        (tmp_path, "a folder of something else"),
+        (tmp_path / "file", "a file"),
+        (tmp_path / "x", "nothing"),
+    ):
+        with pytest.raises(CheckpointError, match=f"{path}: holds no model; found {found}"):
+            open_engine(path)
+
+
+def test_a_damaged_checkpoint_is_refused_by_name(run_dir, tmp_path):
+    import shutil
+
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    weights = next((copy / "checkpoints" / "step-3").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=weights.name):
+        open_engine(copy)
