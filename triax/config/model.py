@@ -131,9 +131,15 @@ class Moe(Settings):
     @model_validator(mode="after")
     def _choice_is_possible(self) -> "Moe":
         if self.num_experts % self.num_groups or self.top_groups > self.num_groups:
-            raise ValueError(f"num_groups `{self.num_groups}` must divide num_experts `{self.num_experts}` and be at least top_groups `{self.top_groups}`")
+            raise ValueError(
+                f"num_groups `{self.num_groups}` must divide num_experts `{self.num_experts}` "
+                f"and be at least top_groups `{self.top_groups}`"
+            )
         if self.top_k > self.num_experts // self.num_groups * self.top_groups:
-            raise ValueError(f"top_k `{self.top_k}` is more than the eligible experts of num_experts `{self.num_experts}`; lower top_k")
+            raise ValueError(
+                f"top_k `{self.top_k}` is more than the eligible experts of num_experts `{self.num_experts}`; "
+                "lower top_k"
+            )
         return self
 
 
@@ -196,7 +202,9 @@ class Model(Settings):
     def _parts_are_there(self) -> "Model":
         outside = [i for i in self.mla_layers if not 0 <= i < self.num_layers]
         if outside or len(set(self.mla_layers)) != len(self.mla_layers):
-            raise ValueError(f"mla_layers `{list(self.mla_layers)}` must name different layers from 0 to {self.num_layers - 1}")
+            raise ValueError(
+                f"mla_layers `{list(self.mla_layers)}` must name different layers from 0 to {self.num_layers - 1}"
+            )
         needs = {
             "mla": bool(self.mla_layers),
             "kda": len(self.mla_layers) < self.num_layers,

@@ -69,9 +69,20 @@ class Recipe(Settings):
     def _sizes_fit(self) -> "Recipe":
         run, seq_len = self.train, self.data.seq_len
         if run.micro_tokens % seq_len:
-            raise ValueError(f"train.micro_tokens `{run.micro_tokens}` is not a multiple of data.seq_len `{seq_len}`; choose {max(1, run.micro_tokens // seq_len) * seq_len}")
+            fitting = max(1, run.micro_tokens // seq_len) * seq_len
+            raise ValueError(
+                f"train.micro_tokens `{run.micro_tokens}` is not a multiple of "
+                f"data.seq_len `{seq_len}`; choose {fitting}"
+            )
         if run.batch_tokens % run.micro_tokens:
-            raise ValueError(f"train.batch_tokens `{run.batch_tokens}` is not a multiple of train.micro_tokens `{run.micro_tokens}`; choose {max(1, run.batch_tokens // run.micro_tokens) * run.micro_tokens}")
+            fitting = max(1, run.batch_tokens // run.micro_tokens) * run.micro_tokens
+            raise ValueError(
+                f"train.batch_tokens `{run.batch_tokens}` is not a multiple of "
+                f"train.micro_tokens `{run.micro_tokens}`; choose {fitting}"
+            )
         if self.data.tokenizer.vocab_size > self.model.vocab_size:
-            raise ValueError(f"data.tokenizer.vocab_size `{self.data.tokenizer.vocab_size}` is more than model.vocab_size `{self.model.vocab_size}`; raise the latter")
+            raise ValueError(
+                f"data.tokenizer.vocab_size `{self.data.tokenizer.vocab_size}` is more than "
+                f"model.vocab_size `{self.model.vocab_size}`; raise the latter"
+            )
         return self

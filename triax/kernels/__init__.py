@@ -1,0 +1,1 @@
+"""Pure functions of tensors, one folder an operation, a definition in each."""

@@ -1,0 +1,1 @@
+"""The network: every layer of the family, its caches and its counts."""
