@@ -26,7 +26,8 @@ def draw(run_dir: Path, baselines: Mapping[str, float] | None = None) -> list[Pa
     (run_dir / PLOTS).mkdir(exist_ok=True)
     drawn = []
     for name, (title, unit, fill) in PLOT.items():
-        figure = Figure(figsize=(7.2, 4.2), dpi=110, layout="constrained")
+        figure = Figure(figsize=(7.2, 4.2), dpi=110)
+        figure.subplots_adjust(left=0.11, right=0.97, top=0.92, bottom=0.24 if name == "residual_mix" else 0.12)
         axes = figure.add_subplot()
         fill(axes, steps, baselines or {})
         if not axes.has_data():
