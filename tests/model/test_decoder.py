@@ -207,7 +207,7 @@ def test_the_model_states_its_matrices_and_leaves_the_rest_to_adamw(t0, kimi_lin
             height = parameters[name].flatten(0, -2).shape[0]
             assert height % sum(rows) == 0, name
         scalars = {"norm", "query", "decay_rate", "decay_bias", "query_conv", "key_conv", "value_conv"}
-        small = ("attention.beta.weight", "attention.decay_down.weight", "attention.decay_up.weight", "norm.weight")
+        small = ("attention.beta.weight", "norm.weight")
         for name in set(parameters) - set(stated):
             whole = name in {"embed.weight", "head.weight"}
             assert whole or name.endswith(small) or name.split(".")[-1] in scalars, name

@@ -104,11 +104,14 @@ class KDA(KeepsFp32):
         return -rate * F.softplus(z, threshold=60)  # the default of 20 would cost fp64 its last digits
 
     def matrices(self) -> Blocks:
-        """Return the logical matrices for the optimiser: one a head where rows belong to heads."""
+        """Return the logical matrices for the optimiser: one a head where rows belong to heads.
+
+        The rows of `beta` are single heads, so it is none. The down-projections have head_dim rows and are whole.
+        """
         dim, width = self.settings.head_dim, self.output.out_features
-        blocks: Blocks = {f"{name}.weight": (dim,) for name in ("query", "key", "value")}
         gates = ("gate",) if self.settings.output_gate == "full" else ("gate_down", "gate_up")
-        return blocks | {f"{name}.weight": (dim,) for name in gates} | {"output.weight": (width,)}
+        heads = ("query", "key", "value", "decay_down", "decay_up", *gates)
+        return {f"{name}.weight": (dim,) for name in heads} | {"output.weight": (width,)}
 
 
 def _fresh_bias(channels: int) -> Tensor:
