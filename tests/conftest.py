@@ -7,6 +7,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 import sys
 from functools import wraps
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,6 +56,15 @@ def poisoned_allocation():
         patch.setattr(owner, name, _poisoned(getattr(owner, name)))
     yield
     patch.undo()
+
+
+@pytest.fixture(scope="session")
+def kimi_data() -> Path:
+    """Folder with the released vocabulary, which is no part of the package: `TRIAX_DATA` or beside the checkout."""
+    folder = Path(os.environ.get("TRIAX_DATA") or Path(__file__).parents[2] / "shared" / "data")
+    if not (folder / "kimi.tiktoken").is_file():
+        pytest.skip(f"needs the released vocabulary kimi.tiktoken; found none in {folder}; set TRIAX_DATA")
+    return folder
 
 
 @pytest.fixture(scope="session")

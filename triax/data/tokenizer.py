@@ -3,10 +3,11 @@
 import codecs
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -120,10 +121,14 @@ class Tokenizer:
         """Write a `tokenizer.json`, readable by the `tokenizers` library."""
         path.write_text(self._inner.to_str(pretty=True), encoding="utf-8")
 
+    def tree(self) -> dict[str, Any]:
+        """Return what `save` writes, as parsed JSON."""
+        return json.loads(self._inner.to_str())
+
     @cached_property
     def identity(self) -> str:
         """Hash of everything that decides which tokens a text becomes; equal after save and load."""
-        tree = json.loads(self._inner.to_str())
+        tree = self.tree()
         parts = [tree["model"]["vocab"], tree["model"]["merges"], tree["pre_tokenizer"], tree["added_tokens"]]
         return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -177,19 +182,31 @@ class Tokenizer:
         return self._bytes[token]
 
 
+@runtime_checkable
+class Vocabulary(Protocol):
+    """Whatever knows the bytes of each token."""
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of one token."""
+        ...
+
+
 class StreamDecoder:
-    """Text of tokens that arrive one by one; the pieces joined equal `Tokenizer.decode` of all of them.
+    """Text of tokens that arrive one by one; the pieces joined equal `decode` of all of them.
 
     The bytes of an incomplete character wait for the rest of it; only bytes that can never become text are replaced.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Start before the first token."""
+    def __init__(self, tokenizer: Vocabulary, skip: Container[int] = ()) -> None:
+        """Start before the first token; tokens to skip stand for nothing."""
         self._tokenizer = tokenizer
+        self._skip = skip
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
         """Return the text that this token completes; empty while a character is incomplete."""
+        if token in self._skip:
+            return ""
         return self._decoder.decode(self._tokenizer.token_bytes(token))
 
     def flush(self) -> str:
@@ -199,7 +216,7 @@ class StreamDecoder:
         return rest
 
 
-def _byte_of_letter() -> dict[str, int]:
+def byte_of_letter() -> dict[str, int]:
     """Return the byte that each letter of a byte-level vocabulary stands for.
 
     Bytes that print as Latin-1 stand for themselves; the others were given the letters from U+0100 on, in order.
@@ -212,7 +229,7 @@ def _byte_of_letter() -> dict[str, int]:
 
 def _bytes_of_tokens(inner: tokenizers.Tokenizer, vocab_size: int) -> list[bytes]:
     """Return what each token stands for; added tokens are literal text, the border and unused numbers are nothing."""
-    byte_of = _byte_of_letter()
+    byte_of = byte_of_letter()
     table = [b""] * vocab_size
     for word, token in inner.get_vocab(with_added_tokens=False).items():
         if all(letter in byte_of for letter in word):
