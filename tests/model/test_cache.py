@@ -47,7 +47,7 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 @given(
     kind=st.sampled_from(KINDS),
-    length=st.integers(1, 12),
+    length=st.integers(1, 9),
     data=st.data(),
     seed=st.integers(0, 2**16),
 )

@@ -140,7 +140,7 @@ class Cache:
 
     def select(self, rows: Sequence[int]) -> "Cache":
         """Return a copy of these rows, in this order; a row may be named twice (to fork it) or not at all."""
-        chosen = [int(row) for row in rows]
+        chosen = list(rows)
         return Cache([layer.select(chosen) for layer in self.layers], [self.lengths[row] for row in chosen])
 
     @staticmethod

@@ -159,6 +159,7 @@ class Decoder(nn.Module):
         is_full = residuals is not None and residuals.kind == "full"
         block = residuals.block_layers if isinstance(residuals, BlockResiduals) else 0
         for i, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
             if taps is not None:
                 taps[i] = stream.read(layer.attention_mix)
             layer(
@@ -213,12 +214,12 @@ class Decoder(nn.Module):
 
     def matrices(self) -> Blocks:
         """Return every logical matrix of the network: full parameter names to repeating row counts."""
-        return {
-            f"{prefix}.{name}": rows
-            for prefix, module in self.named_modules()
-            if prefix and hasattr(module, "matrices")
-            for name, rows in module.matrices().items()
-        }
+        blocks: Blocks = {}
+        for prefix, module in self.named_modules():
+            own = getattr(module, "matrices", None)
+            if prefix and callable(own):
+                blocks |= {f"{prefix}.{name}": rows for name, rows in own().items()}
+        return blocks
 
     def mean_mix_weights(self) -> dict[str, Float[Tensor, " J"]]:
         """Return the mean weight of each source at each place whose `record` is on, oldest source first."""

@@ -31,6 +31,9 @@ class KDA(KeepsFp32):
     Source: K3 report (arXiv 2607.24653) section 2.1.1; Kimi Linear (arXiv 2510.26692) section 4.
     """
 
+    query_conv: nn.Parameter
+    key_conv: nn.Parameter
+    value_conv: nn.Parameter
     fp32 = ("decay_rate", "decay_bias", "query_conv", "key_conv", "value_conv")
 
     def __init__(self, width: int, settings: config.Kda, norm_eps: float, init_std: float) -> None:
