@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 import signal
 
 import pytest
@@ -161,9 +162,29 @@ def test_a_signal_saves_and_the_run_goes_on(recipe, tmp_path):
     result = train(recipe("train.tokens=640"), tmp_path / "run", on_step=interrupt)
     assert (result.stopped, result.steps, result.bits_per_byte) == ("SIGTERM", 3, None)
     assert sharded.newest(tmp_path / "run" / "checkpoints").name == "step-3"
+    assert "stopped by SIGTERM at step 3; saved; go on with --resume" in (tmp_path / "run" / "log.txt").read_text()
     result = train(recipe("train.tokens=640"), tmp_path / "run", resume=True)
     assert (result.stopped, result.steps) == ("", 5)
     assert result.bits_per_byte > 0
+
+
+def test_a_full_disk_stops_the_run_and_loses_nothing_saved_before(recipe, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Run(recipe("train.save_every=2"), tmp_path) as run:
+        run.prepare(None)
+        run.advance()
+        run.advance()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        try:
+            run.advance()
+            with pytest.raises(CheckpointError, match=r"step-4: the checkpoint could not be written.*remain: `step-2`"):
+                run.advance()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with Run(recipe(), tmp_path) as run:
+        run.prepare(sharded.newest(tmp_path / "checkpoints"))
+        assert run.advance()["train/skipped_steps"] == 0
+    assert [line["step"] for line in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
 def go_on(run):

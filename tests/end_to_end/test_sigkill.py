@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,7 +48,8 @@ def losses(run_dir):
 
 def kill_at(command, run_dir, step, moment):
     """Start the run, wait until it has begun (step 0) or written this step, and kill it a random instant later."""
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    with Path(f"{run_dir}.stderr").open("w") as said:
+        process = subprocess.Popen(command, stderr=said, env=os.environ | {"OMP_NUM_THREADS": "1"})
     path = run_dir / ("metrics.jsonl" if step else "recipe.json")
     while process.poll() is None and not (path.exists() and (not step or f'"step": {step},' in path.read_text())):
         time.sleep(0.002)
@@ -64,7 +66,8 @@ def test_killed_again_and_again_the_run_ends_with_the_same_bits(recipe, tmp_path
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "recipe.json"), str(killed)]
     moment = random.Random()
     for step in (0, moment.randint(1, 10), moment.randint(11, 25)):
-        assert kill_at(command, killed, step, moment) == -signal.SIGKILL
+        status = kill_at(command, killed, step, moment)
+        assert status == -signal.SIGKILL, Path(f"{killed}.stderr").read_text()
     assert 11 <= max(step for step, *_ in losses(killed)) < expected.steps
     subprocess.run(command, check=True, capture_output=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert losses(killed) == losses(whole)

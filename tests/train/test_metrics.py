@@ -27,6 +27,19 @@ def test_a_resumed_run_drops_what_it_will_write_again_and_half_a_line(tmp_path):
     assert metrics.read(path) == [{"step": 1, "a": 1}, {"step": 2, "a": 2}, {"step": 2, "b": 2}, {"step": 3, "a": 30}]
 
 
+def test_lines_written_after_the_checkpoint_are_dropped_though_their_step_is_not_later(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    sink = metrics.JsonLines(path)
+    sink.write(1, {"a": 1.0})
+    position = sink.position
+    sink.write(1, {"eval": 2.0})
+    sink.close()
+    metrics.JsonLines(path, after_step=1, position=position).close()
+    assert metrics.read(path) == [{"step": 1, "a": 1.0}]
+    metrics.JsonLines(path, after_step=1, position=10**6).close()
+    assert metrics.read(path) == [{"step": 1, "a": 1.0}]
+
+
 def test_half_a_last_line_is_not_read(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"st')

@@ -179,3 +179,21 @@ def test_balancing_happens_once_a_step_on_the_counts_of_all_microbatches():
         assert all(not torch.equal(a, b) for a, b in zip(before, biases[-1], strict=True))
     for a, b in zip(*biases, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_bf16_products_leave_every_weight_and_state_in_fp32():
+    narrow = load_recipe("nano", ["model.num_layers=2", "model.mla_layers=[1]", "train.precision=bf16"])
+    torch.manual_seed(1)
+    model = Decoder(narrow.model)
+    step = Step(model, build(model, narrow.optim), narrow)
+    before = everything(step)
+    outcome = step([stream([30, 34])], 1e-3)
+    assert outcome.loss == pytest.approx(math.log(320), rel=0.05)
+    assert (
+        outcome.loss
+        != fresh(load_recipe("nano", ["model.num_layers=2", "model.mla_layers=[1]"]))([stream([30, 34])], 1e-3).loss
+    )
+    after = everything(step)
+    assert all(tensor.dtype == torch.float32 for tensor in after.values() if tensor.is_floating_point())
+    matrix = "layers.1.attention.query_up.weight"
+    assert 0 < (after[matrix] - before[matrix]).abs().max() < 1e-4

@@ -3,6 +3,7 @@
 A metric is a number, or a list of numbers (one a layer, or one a source), under a name `room/quantity_unit`.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -11,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from triax.config.train import Run
 from triax.errors import ConfigError, TrainError
 
 Value = float | int | list[float]
@@ -33,11 +35,17 @@ class Sink(Protocol):
 class JsonLines:
     """One JSON object a line, flushed at once, so it survives a kill; numbers that are not finite are null."""
 
-    def __init__(self, path: Path, *, after_step: int = 0) -> None:
-        """Open the file to append, without lines of steps after `after_step` and without half a last line."""
+    def __init__(self, path: Path, *, after_step: int = 0, position: int = 0) -> None:
+        """Open the file to append, without what a resumed run will write again.
+
+        Args:
+            path: The file.
+            after_step: Step of the checkpoint that is resumed from; lines of later steps are dropped.
+            position: Bytes of the file when that checkpoint was written, if known; what follows is dropped.
+        """
         self.path = path
         try:
-            cut(path, after_step)
+            cut(path, after_step, position)
             self.file = path.open("a")
         except OSError as problem:
             raise ConfigError(
@@ -55,6 +63,11 @@ class JsonLines:
                 f"{self.path}: metrics could not be written; {problem.strerror or problem}; make room and resume"
             ) from problem
 
+    @property
+    def position(self) -> int:
+        """Bytes written so far."""
+        return self.file.tell()
+
     def close(self) -> None:
         """Close the file."""
         self.file.close()
@@ -63,8 +76,10 @@ class JsonLines:
 class TensorBoard:
     """TensorBoard events (extra `tensorboard`)."""
 
-    def __init__(self, folder: Path) -> None:
-        self.writer = _extra("torch.utils.tensorboard", "tensorboard", "train.tensorboard").SummaryWriter(str(folder))
+    def __init__(self, folder: Path, *, after_step: int = 0) -> None:
+        """Append to the folder's events, without those of steps after `after_step`."""
+        module = _extra("torch.utils.tensorboard", "tensorboard", "train.tensorboard")
+        self.writer = module.SummaryWriter(str(folder), purge_step=after_step + 1)
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Write every number as a scalar."""
@@ -80,8 +95,10 @@ class WeightsAndBiases:
     """A run of Weights & Biases (extra `wandb`)."""
 
     def __init__(self, project: str, folder: Path, settings: Mapping[str, Any]) -> None:
+        """Open the project's run of this folder, or make it."""
+        identity = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
         self.run = _extra("wandb", "wandb", "train.wandb").init(
-            project=project, dir=str(folder), name=folder.name, config=dict(settings), resume="allow", id=folder.name
+            project=project, dir=str(folder), name=folder.name, config=dict(settings), resume="allow", id=identity
         )
 
     def write(self, step: int, metrics: Metrics) -> None:
@@ -91,6 +108,18 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Finish the run."""
         self.run.finish()
+
+
+def require(run: Run) -> None:
+    """Say at once, not after the text has been read, that an extra is missing.
+
+    Raises:
+        ConfigError: It names the package and how to install it.
+    """
+    if run.tensorboard:
+        _extra("torch.utils.tensorboard", "tensorboard", "train.tensorboard")
+    if run.wandb:
+        _extra("wandb", "wandb", "train.wandb")
 
 
 def spread(metrics: Metrics) -> dict[str, float | int]:
@@ -109,14 +138,15 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def cut(path: Path, step: int) -> None:
-    """Drop the lines of steps after `step`, and a half-written last line: a resumed run writes them again."""
+def cut(path: Path, step: int, position: int = 0) -> None:
+    """Drop the lines after a position, of steps after `step`, and a half-written last line."""
     if not path.exists():
         return
     end = 0
     with path.open("rb") as file:
         for line in file:
-            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+            beyond = 0 < position < end + len(line)
+            if beyond or not line.endswith(b"\n") or json.loads(line)["step"] > step:
                 break
             end += len(line)
     os.truncate(path, end)

@@ -19,7 +19,7 @@ from triax.optim.schedule import rate
 from triax.train import report, run_folder
 from triax.train.evaluate import Evaluation, evaluate
 from triax.train.measure import Measure
-from triax.train.metrics import JsonLines, Metrics, Sink, TensorBoard, WeightsAndBiases
+from triax.train.metrics import JsonLines, Metrics, Sink, TensorBoard, WeightsAndBiases, require
 from triax.train.parts import build
 from triax.train.progress import Progress, duration
 from triax.train.run_folder import LOG, METRICS, RESULT
@@ -56,7 +56,7 @@ class Run:
 
     def __init__(self, recipe: Recipe, run_dir: Path) -> None:
         self.recipe, self.run_dir = recipe, run_dir
-        self.step = self.tokens = self.skipped = 0
+        self.step = self.tokens = self.skipped = self.position = 0
         self.seconds, self.loss = 0.0, float("nan")
         self.spikes = Spikes()
         self.progress = Progress(recipe.train.tokens, recipe.train.log_every)
@@ -94,6 +94,7 @@ class Run:
 
     def prepare(self, start: Path | None) -> None:
         """Build everything and take over a checkpoint."""
+        require(self.recipe.train)
         torch.manual_seed(self.recipe.train.seed)
         self.parts = build(self.recipe, self.run_dir, self.say)
         self.make_step = Step(self.parts.model, self.parts.optimizer, self.recipe)
@@ -102,16 +103,17 @@ class Run:
             self.load_state_dict(sharded.load(start), start)
             self.saved_at = self.step if start.parent == self.run_dir / CHECKPOINTS else -1
             self.say(f"resumed from {start} at step {self.step}, {self.tokens:,} tokens")
-        self.sinks = self._open_sinks()
+        self.lines = JsonLines(self.run_dir / METRICS, after_step=self.step, position=self.position)
+        self.sinks = [self.lines, *self._more_sinks()]
         self.movement: Movement | None = None
         if self.recipe.train.check_after:
             self.movement = Movement(self.parts.model, self.measure.is_exempt)
 
-    def _open_sinks(self) -> list[Sink]:
+    def _more_sinks(self) -> list[Sink]:
         run = self.recipe.train
-        sinks: list[Sink] = [JsonLines(self.run_dir / METRICS, after_step=self.step)]
+        sinks: list[Sink] = []
         if run.tensorboard:
-            sinks.append(TensorBoard(self.run_dir / "tensorboard"))
+            sinks.append(TensorBoard(self.run_dir / "tensorboard", after_step=self.step))
         if run.wandb:
             sinks.append(WeightsAndBiases(run.wandb, self.run_dir, self.recipe.model_dump(mode="json")))
         return sinks
@@ -236,6 +238,7 @@ class Run:
                 "seconds": self.seconds,
                 "loss": self.loss,
                 "spikes": self.spikes.state_dict(),
+                "position": self.lines.position,
             },
         }
 
@@ -261,6 +264,7 @@ class Run:
         self.step, self.tokens, self.skipped = progress["step"], progress["tokens"], progress["skipped"]
         self.seconds, self.loss = progress["seconds"], progress["loss"]
         self.spikes.load_state_dict(progress["spikes"])
+        self.position = progress["position"] if source.parent == self.run_dir / CHECKPOINTS else 0
 
     def end(self, stopped: str) -> Result:
         """Save, and after the last token also measure, compare and report."""

@@ -1,5 +1,6 @@
 """A polite end: the first SIGTERM or Ctrl-C lets the step finish and saves, the second ends at once."""
 
+import os
 import signal
 import threading
 from types import FrameType
@@ -28,5 +29,6 @@ class Stop:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked = signal.Signals(number).name
+        os.write(2, f"\n{self.asked}: the step ends, then the run is saved; a second signal ends it at once\n".encode())
         for each in SIGNALS:
             signal.signal(each, signal.SIG_DFL)
