@@ -61,7 +61,7 @@ test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 
 soak: $(DEV)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m soak --hypothesis-profile=soak
+	$(BIN)/python -m pytest -q -m "not gpu and not compiled" --hypothesis-profile=soak --timeout=7200
 
 docs: $(DOCS)
 	$(BIN)/python docs/generate.py

@@ -5,11 +5,14 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
+
+from triax import machine
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(path for folder in ("triax", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
@@ -152,6 +155,14 @@ def test_nothing_that_is_tracked_names_a_machine_or_a_registry():
     pattern = re.compile(r"(^|[^.\w])/(w" + r"ork|home/\w+)/|https?://[^ ]*(py" + r"pi|np" + r"mjs|deb" + r"ian)")
     texts = [ROOT / name for name in listed if name and Path(name).suffix not in (".png", ".safetensors")]
     assert not [name_of(path) for path in texts if path.is_file() and pattern.search(path.read_text(errors="ignore"))]
+
+
+def test_the_extras_that_doctor_looks_for_are_those_that_can_be_installed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert machine.EXTRAS.keys() == project["optional-dependencies"].keys()
+    for extra, packages in machine.EXTRAS.items():
+        listed = " ".join(project["optional-dependencies"][extra])
+        assert all(package in listed for package in packages)
 
 
 def test_help_does_not_load_torch():

@@ -63,10 +63,6 @@ def thread_warnings(num_threads: int, num_cores: int) -> list[str]:
             f"threads: {most} compute threads{where} for {num_cores} cores are slower, not faster; "
             f"set OMP_NUM_THREADS={num_cores}"
         ]
-    if num_threads < num_cores and asked:
-        return [
-            f"threads: {num_threads} of {num_cores} cores are used{where}; set OMP_NUM_THREADS={num_cores} to use all"
-        ]
     return []
 
 

@@ -67,6 +67,8 @@ def _meaning(facts: dict[str, Any]) -> list[str]:
         lines = ["no GPU: `triax train tiny` learns real text here in minutes, `small` in hours"]
     if not facts["bf16"] and not facts["devices"]:
         lines.append("no bf16 instructions: train with train.precision=fp32; bf16 would run many times slower")
+    if facts["threads"] < facts["cores"]:
+        lines.append(f"{facts['threads']} of {facts['cores']} cores compute; OMP_NUM_THREADS={facts['cores']} uses all")
     missing = [
         name for name, there in facts["extras"].items() if not there and name in ("data", "tensorboard", "wandb")
     ]
