@@ -64,8 +64,15 @@ def block_names(first: int, family: Family) -> dict[int, str]:
     return {first + place: name for place, name in sorted(NAMES[family].items())}
 
 
-def config_file(names: Mapping[int, str], **extra: Any) -> bytes:
-    """Return a `tokenizer_config.json` in the published form; for the released K3 it is the published file."""
+def config_file(names: Mapping[int, str], ours: Mapping[str, Any] | None = None) -> bytes:
+    """Return a `tokenizer_config.json` in the published form; for the released K3 it is the published file.
+
+    Args:
+        names: Number and name of each control token that has one.
+        ours: What the published form cannot say, under the key `triax`: `ranks_sha256`, `split_pattern`,
+            `first_control`, `num_control`.
+    """
+    ours = ours or {}
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
     roles = {"bos_token": "[BOS]", "eos_token": "[EOS]", "pad_token": "[PAD]", "unk_token": "[UNK]"}
     roles = {role: name for role, name in roles.items() if name in names.values()}
@@ -80,7 +87,11 @@ def config_file(names: Mapping[int, str], **extra: Any) -> bytes:
         "tokenizer_class": "TikTokenTokenizer",
         **roles,
     }
-    tree = dict(sorted(tree.items())) | (extra or {"auto_map": {"AutoTokenizer": [AUTO_CLASS, None]}})
+    tree = dict(sorted(tree.items()))
+    if "split_pattern" not in ours:
+        tree["auto_map"] = {"AutoTokenizer": [AUTO_CLASS, None]}
+    if ours:
+        tree["triax"] = dict(ours)
     return json.dumps(tree, indent=2, ensure_ascii=False).encode()
 
 
@@ -99,7 +110,7 @@ def parse_config(data: bytes, where: str) -> dict[str, Any]:
             raise ValueError("a number that no token has")
         if not all(isinstance(name, str) and name for name in names.values()):
             raise ValueError("a token without name")
-        ours.get("split_pattern", "").encode()
+        ours.get("split_pattern", "").encode(), ours.get("ranks_sha256", "").encode()
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
         raise DataError(f"{where}: names no control tokens; {problem!r}; copy the file again") from None
     return config
@@ -115,8 +126,9 @@ def control_tokens(config: Mapping[str, Any], ranks: Mapping[bytes, int], where:
     block = range(first := ours.get("first_control", len(ranks)), first + ours.get("num_control", NUM_CONTROL))
     names = {number: f"<|reserved_token_{number}|>" for number in block}
     names |= {int(number): entry["content"] for number, entry in config["added_tokens_decoder"].items()}
-    stray = [number for number in sorted(names) if number in taken or not (ours or number in block)]
-    if stray or (not ours and max(taken) >= len(ranks)):
+    is_placed = "first_control" in ours  # else the block follows ranks without a gap, and nothing is outside of it
+    stray = [number for number in sorted(names) if number in taken or not (is_placed or number in block)]
+    if stray or not (is_placed or max(taken) < len(ranks)):
         raise DataError(
             f"{where}: ranks and control tokens are not of one tokenizer; found control token "
             f"{(stray or [block.start])[0]} beside {len(ranks)} ranks up to {max(taken)}; copy the rank file and "

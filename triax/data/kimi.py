@@ -64,14 +64,16 @@ class KimiTokenizer:
         """
         self._files = {RANK_FILE: rank_file, CONFIG_FILE: config}
         ranks = read_ranks(rank_file, f"{where}/{RANK_FILE}")
-        self.is_released: bool = sha256(rank_file).hexdigest() == RELEASED_SHA256
-        """Whether this is the vocabulary of K2, Kimi Linear and K3."""
-        if len(ranks) == RELEASED_RANKS and not self.is_released:
-            raise DataError(
-                f"{where}/{RANK_FILE}: not the released vocabulary, though of its size; found sha256 "
-                f"`{sha256(rank_file).hexdigest()}` instead of `{RELEASED_SHA256}`; copy the file again"
-            )
         tree = parse_config(config, f"{where}/{CONFIG_FILE}")
+        found = sha256(rank_file).hexdigest()
+        expected = RELEASED_SHA256 if len(ranks) == RELEASED_RANKS else tree["triax"].get("ranks_sha256", found)
+        if found != expected:
+            raise DataError(
+                f"{where}/{RANK_FILE}: not the vocabulary that it should be; found {len(ranks)} ranks of sha256 "
+                f"`{found}` instead of `{expected}`; copy the file again"
+            )
+        self.is_released: bool = found == RELEASED_SHA256
+        """Whether this is the vocabulary of K2, Kimi Linear and K3."""
         self.control: Mapping[str, int] = control_tokens(tree, ranks, where)
         """Number of each control token, the reserved ones included."""
         if self.is_released:
@@ -162,7 +164,9 @@ class KimiTokenizer:
                 f"num_ranks `{num_ranks}` is not what the training text supports; found `{len(ranks)}` tokens; "
                 "set it to that or give more text"
             )
-        return cls(write_ranks(ranks), config_file(block_names(len(ranks), family)))
+        rank_file = write_ranks(ranks)
+        ours = {"ranks_sha256": sha256(rank_file).hexdigest()}
+        return cls(rank_file, config_file(block_names(num_ranks, family), ours))
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, family: Family | None = None) -> "KimiTokenizer":
@@ -181,13 +185,14 @@ class KimiTokenizer:
         tree, first = tokenizer.tree(), tokenizer.vocab_size
         added = {token["id"]: token["content"] for token in tree["added_tokens"]}
         names = added | (block_names(first, family) if family else {})
+        rank_file = write_ranks(ranks_of_merges(tree))
         ours = {
+            "ranks_sha256": sha256(rank_file).hexdigest(),
             "split_pattern": split_pattern(tree),
             "first_control": first,
             "num_control": NUM_CONTROL if family else 0,
         }
-        config = config_file(names, triax=ours)
-        copy = cls(write_ranks(ranks_of_merges(tree)), config)
+        copy = cls(rank_file, config_file(names, ours))
         if copy.encode_ordinary(PROBE) != tokenizer.encode(PROBE):
             raise DataError(
                 "tokenizer: tiktoken splits text differently; found other tokens for a text of many scripts; "
