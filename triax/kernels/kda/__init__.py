@@ -1,0 +1,162 @@
+"""Kimi Delta Attention: a memory per head that is corrected, not summed, and in which every channel forgets alone."""
+
+import math
+import os
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from triax.errors import UnsupportedError
+from triax.kernels.kda import reference
+from triax.kernels.kda.chunk import ChunkedKda
+from triax.kernels.kda.decode import decode
+from triax.kernels.kda.reference import KdaResult
+from triax.kernels.kda.table import chunk_table
+
+__all__ = ["KdaResult", "SegmentMap", "kda", "segment_map"]
+
+
+class SegmentMap(NamedTuple):
+    """What a sequence does to any memory it starts from: `keep @ state + add`.
+
+    Two sequences after each other are `keep = second.keep @ first.keep`, `add = second.keep @ first.add + second.add`.
+    """
+
+    keep: Float[Tensor, "N H K K"]
+    """What remains of the memory before."""
+    add: Float[Tensor, "N H K V"]
+    """Memory after a start from nothing."""
+
+
+def kda(
+    query: Float[Tensor, "T H K"],
+    key: Float[Tensor, "T H K"],
+    value: Float[Tensor, "T H V"],
+    log_decay: Float[Tensor, "T H K"],
+    beta: Float[Tensor, "T H"],
+    state: Float[Tensor, "N H K V"] | None,
+    starts: Sequence[int],
+    *,
+    lowest_log_decay: float = -math.inf,
+    states_at: Sequence[int] = (),
+    chunk: int | None = None,
+) -> KdaResult:
+    """Write each token's error into the memory of its sequence, then read that memory with the token's query.
+
+    memory_t = decay_t * memory_{t-1} + beta_t * key_t (value_t - (decay_t * memory_{t-1})^T key_t)^T
+    read_t = memory_t^T query_t
+
+    Gradients reach every tensor given. The memory is kept in fp32, or fp64 if an input is fp64, also under autocast.
+    With `TRIAX_KERNELS=reference` in the environment the definition runs token by token.
+
+    Args:
+        query: Where to read; scaled by the caller.
+        key: Where to write; unit norm.
+        value: What the memory should hold at `key`.
+        log_decay: Natural log of what each key channel keeps, at most 0 and at least `lowest_log_decay`.
+        beta: Share of the error to write, in (0, 1).
+        state: Memory of each sequence before its first token; none is empty memory.
+        starts: First token of each sequence, in order, and the number of tokens at the end.
+        lowest_log_decay: Bound that the caller's gate guarantees; from -5 upwards the products in a chunk are dense.
+        states_at: Numbers of tokens, counted from the stream's start, after which the memory of the sequence of the
+            last of them is wanted too.
+        chunk: Tokens worked on at once, a power of two from 16; left out, what is quickest here. Changes nothing else.
+
+    Returns:
+        What each token read, the memory after each sequence, and the memories asked for.
+
+    Raises:
+        UnsupportedError: The tensors disagree on tokens, heads or channels, as with grouped value heads.
+        ValueError: `starts`, `states_at`, `lowest_log_decay` or `chunk` is impossible.
+
+    Source: K3 report (arXiv 2607.24653) section 2.1.1; Kimi Linear (arXiv 2510.26692).
+    """
+    starts, states_at = tuple(starts), tuple(states_at)
+    _check_shapes(query, key, value, log_decay, beta, state, starts)
+    _check_numbers(starts, states_at, lowest_log_decay, chunk)
+    if os.environ.get("TRIAX_KERNELS") == "reference":
+        return reference.kda(query, key, value, log_decay, beta, state, starts, states_at=states_at)
+    if len(query) and starts == tuple(range(len(starts))):
+        read, memory = decode(query, key, value, log_decay, beta, state)
+        return KdaResult(read, memory, memory[[p - 1 for p in states_at]])
+    widest = max(key.shape[2], value.shape[2], 1)
+    on_cpu = query.device.type == "cpu"
+    if chunk is None:
+        # Measured: longer chunks multiply more inside a chunk, shorter ones move more states, [K, V] each.
+        chunk = 64 if not on_cpu else 16 if widest <= 64 else 32
+    # On a CPU about 1 MiB a tensor, so that a block of chunks stays in its cache.
+    rows = 2 ** (18 if on_cpu else 24) // widest
+    table = chunk_table(starts, states_at, query.shape[1], chunk, rows, query.device)
+    return KdaResult(
+        *ChunkedKda.apply(query, key, value, log_decay, beta, state, table, float(lowest_log_decay), len(starts) - 1)
+    )
+
+
+def segment_map(
+    key: Float[Tensor, "T H K"],
+    value: Float[Tensor, "T H V"],
+    log_decay: Float[Tensor, "T H K"],
+    beta: Float[Tensor, "T H"],
+    starts: Sequence[int],
+    *,
+    lowest_log_decay: float = -math.inf,
+) -> SegmentMap:
+    """Return each sequence's effect on the memory before it, so that pieces of a sequence can be worked on apart.
+
+    The memory is linear in its start and in the values: identity columns beside an empty start become `keep`.
+
+    Source: K3 report (arXiv 2607.24653) section 5.1.2.
+    """
+    num_sequences, (heads, channels), width = len(starts) - 1, key.shape[1:], value.shape[2]
+    dtype = reference.state_dtype(key, value, log_decay, beta)
+    identity = torch.eye(channels, dtype=dtype, device=key.device).expand(num_sequences, heads, -1, -1)
+    start = torch.cat((identity.new_zeros(num_sequences, heads, channels, width), identity), 3)
+    values = torch.cat((value, value.new_zeros(len(value), heads, channels)), 2)
+    result = kda(torch.zeros_like(key), key, values, log_decay, beta, start, starts, lowest_log_decay=lowest_log_decay)
+    return SegmentMap(result.state[..., width:], result.state[..., :width])
+
+
+def _check_shapes(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None, starts: tuple
+) -> None:
+    tokens, heads, channels, width = *key.shape, value.shape[-1]
+    expected = {
+        "query": (query, (tokens, heads, channels)),
+        "value": (value, (tokens, heads, width)),
+        "log_decay": (log_decay, (tokens, heads, channels)),
+        "beta": (beta, (tokens, heads)),
+        "state": (state, (len(starts) - 1, heads, channels, width)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tensor is not None and tensor.shape != shape:
+            raise UnsupportedError(
+                f"kernels.kda: `{name}` does not fit `key`; found shape `{tuple(tensor.shape)}` beside a key of shape "
+                f"`{tuple(key.shape)}` and {len(starts) - 1} sequences; give it shape `{shape}` (heads are not "
+                "grouped: repeat queries, keys, decays and beta for each value head)"
+            )
+    if starts[-1:] != (tokens,):
+        raise UnsupportedError(
+            f"kernels.kda: `starts` does not cover the stream; found `{starts[-1:]}` as its end and {tokens} tokens; "
+            "end it with the number of tokens"
+        )
+
+
+def _check_numbers(
+    starts: tuple[int, ...], states_at: tuple[int, ...], lowest_log_decay: float, chunk: int | None
+) -> None:
+    if starts[0] != 0 or any(end < first for first, end in pairwise(starts)):
+        raise ValueError(f"kernels.kda: `starts` is not a list of borders; found `{starts}`; count up from 0")
+    if not all(1 <= p <= starts[-1] for p in states_at):
+        raise ValueError(
+            f"kernels.kda: `states_at` lies outside the stream; found `{states_at}`; ask for 1 to {starts[-1]} tokens"
+        )
+    if not lowest_log_decay < 0:
+        raise ValueError(
+            f"kernels.kda: `lowest_log_decay` is no bound; found `{lowest_log_decay}`; give a negative number"
+        )
+    if chunk is not None and (chunk < 16 or chunk & (chunk - 1)):
+        raise ValueError(f"kernels.kda: `chunk` is not possible; found `{chunk}`; give a power of two from 16")
