@@ -10,7 +10,10 @@ IGNORED = -100
 """Target of a token that is not trained on."""
 
 CHUNK_LOGITS = 2**22
-"""Logits held at once; large enough for full-speed matrix products, small beside the weights of any model."""
+"""Logits held at once on a CPU; large enough for full-speed matrix products, small beside the weights of a model."""
+
+GPU_FACTOR = 32
+"""How many times more a GPU holds: its products need more rows to fill it."""
 
 
 def cross_entropy(
@@ -59,18 +62,20 @@ def _nats(
         loss = hidden.new_zeros((), dtype=wide)
         hidden_grad = torch.empty_like(hidden) if wants_hidden else None
         weight_grad = torch.zeros_like(weight, dtype=wide) if wants_weight else None
-        size = max(1, CHUNK_LOGITS // weight.shape[0])
+        size = max(1, CHUNK_LOGITS * (1 if device == "cpu" else GPU_FACTOR) // weight.shape[0])
         for start in range(0, hidden.shape[0], size):
             part = slice(start, start + size)
             narrow = hidden[part].to(dtype)
             logits = (narrow @ narrow_weight.T).to(wide)
             trained = targets[part] != IGNORED
             target = torch.where(trained, targets[part], 0)[:, None]
-            norm = logits.logsumexp(-1, keepdim=True)
-            loss += torch.where(trained, (norm - logits.gather(-1, target))[:, 0], 0).sum()
+            logits.sub_(logits.amax(-1, keepdim=True))
+            picked = logits.gather(-1, target)
+            total = logits.exp_().sum(-1, keepdim=True)
+            loss += torch.where(trained, (total.log() - picked)[:, 0], 0).sum()
             if hidden_grad is None and weight_grad is None:
                 continue
-            slope = logits.sub_(norm).exp_().scatter_add_(-1, target, -torch.ones_like(norm))
+            slope = logits.div_(total).scatter_add_(-1, target, -torch.ones_like(total))
             slope = slope.mul_(trained[:, None]).to(dtype)
             if hidden_grad is not None:
                 hidden_grad[part] = slope @ narrow_weight

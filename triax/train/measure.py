@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from triax.config.model import Situ
 from triax.config.train import Recipe
 from triax.model.count import sheet
+from triax.model.decoder import DecoderLayer
 from triax.model.gated_mlp import GatedMlp
 from triax.model.kda import KDA
 from triax.model.latent_moe import LatentMoe
@@ -133,10 +135,11 @@ class Measure:
         if not on:
             return
         for number, layer in enumerate(self.parts.model.layers):
+            assert isinstance(layer, DecoderLayer)
             if isinstance(layer.attention, KDA):
                 self._hook(layer.attention, number, _decay)
             dense = layer.mlp if isinstance(layer.mlp, GatedMlp) else getattr(layer.mlp, "shared", None)
-            if isinstance(dense, GatedMlp) and dense.activation.kind == "situ":
+            if isinstance(dense, GatedMlp) and isinstance(dense.activation, Situ):
                 self._hook(dense, number, _saturation)
             self._hook(layer.mlp_norm, number, _size)
 
@@ -200,6 +203,7 @@ def _decay(layer: KDA, hidden: Tensor) -> dict[str, Tensor]:
 
 
 def _saturation(layer: GatedMlp, hidden: Tensor) -> dict[str, Tensor]:
+    assert isinstance(layer.activation, Situ)
     beyond = layer.gate(hidden).abs() > layer.activation.gate_cap
     return {"mlp/situ_saturated_share": beyond.float().mean()}
 

@@ -1,6 +1,5 @@
 """What a batch costs: nats of the next token and, with the extra layer, of the one after it."""
 
-from contextlib import AbstractContextManager
 from typing import Literal, NamedTuple
 
 import torch
@@ -46,6 +45,6 @@ def targets_after_next(targets: Int[Tensor, " T"], lengths: tuple[int, ...]) -> 
     return later
 
 
-def precision(kind: Literal["fp32", "bf16"], device: torch.device) -> AbstractContextManager[None]:
+def precision(kind: Literal["fp32", "bf16"], device: torch.device) -> torch.autocast:
     """Return the context in which forwards run: bf16 products over fp32 weights, or fp32 throughout."""
     return torch.autocast(device.type, torch.bfloat16, enabled=kind == "bf16")

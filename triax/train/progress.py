@@ -3,6 +3,8 @@
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -56,7 +58,7 @@ class Progress:
         return (self.total_tokens - tokens) * (end - start) / max(1, last - first)
 
 
-def line(step: int, metrics: Metrics, seconds_left: float | int | None) -> str:
+def line(step: int, metrics: Mapping[str, Any], seconds_left: float | int | None) -> str:
     """Return a step as text, in the order that never changes: step, loss, grad, tok/s, mfu, mem, eta."""
     parts = [f"step {step}", f"loss {metrics['train/loss']:.3f}"]
     if "train/grad_norm" in metrics:
