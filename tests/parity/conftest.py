@@ -56,7 +56,12 @@ def random_model(shape, seed=0):
             elif name.endswith("balance_bias"):
                 tensor.normal_(0.0, 0.1)
             else:
-                tensor.normal_(0.0, 0.5 if name == "embed.weight" else tensor.shape[-1] ** -0.5)
+                tensor.normal_(0.0, 0.02 if name == "embed.weight" else tensor.shape[-1] ** -0.5)
+            # inputs of norms so small that another epsilon would show
+            if name.endswith("latent_down.weight"):
+                tensor[: MLA["kv_latent_dim"]] *= 0.01
+            elif name.endswith(("query_down.weight", "value_conv")):
+                tensor *= 0.01
     return model
 
 

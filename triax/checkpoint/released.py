@@ -22,6 +22,7 @@ from triax.checkpoint.published import Family, family_of
 from triax.config.model import MultiToken
 from triax.errors import CheckpointError
 from triax.model.decoder import Decoder
+from triax.model.precision import check_precision
 
 log = logging.getLogger("triax.checkpoint")
 
@@ -120,6 +121,7 @@ def load_released(folder: Path, *, dtype: torch.dtype | None = None, device: tor
             place = filled[spec.ours] if spec.index is None else filled[spec.ours][spec.index]
             place.copy_(_to_ours(spec, files[stored.path].get_tensor(stored.name), stored.path))
     model.load_state_dict(filled, assign=True)
+    check_precision(model)
     return model
 
 
