@@ -89,7 +89,7 @@ def test_the_nearest_name_comes_from_the_chosen_kind():
         ("train.tokens=2.5", "train.tokens must be a whole number; found `2.5`"),
         ("train.tokens=true", "train.tokens must be a whole number; found `true`"),
         ('train.tokens="7"', 'train.tokens must be a whole number; found `"7"`'),
-        ("train.precision=fp8", "train.precision must be `fp32` or `bf16`; found `fp8`"),
+        ("train.precision=fp8", "train.precision must be `auto`, `fp32` or `bf16`; found `fp8`"),
         ("optim.lr=fast", 'optim.lr must be a number; found `"fast"`'),
         ("model.moe=3", "model.moe must be a table; found `3`"),
         ("model.residuals.kind=blok", "model.residuals.kind must be one of `block`, `full`; found `blok`"),

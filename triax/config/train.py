@@ -21,8 +21,9 @@ class Run(Settings):
     """Tokens in one forward and backward, a multiple of data.seq_len."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
-    precision: Literal["fp32", "bf16"] = "bf16"
-    """Number format of matrix products; weights, optimiser and states stay fp32."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Number format of matrix products; `auto` is bf16 on a GPU and fp32 on a CPU, where few processors multiply bf16
+    themselves. Weights, optimiser and states stay fp32."""
     seed: NonNegativeInt = 0
     """Seed of weights, order and sampling."""
     log_every: PositiveInt = 10

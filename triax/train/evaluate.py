@@ -35,7 +35,7 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: Decoder, stream: TokenStream, seq_len: int, micro_tokens: int, kind: Literal["fp32", "bf16"]
+    model: Decoder, stream: TokenStream, seq_len: int, micro_tokens: int, kind: Literal["auto", "fp32", "bf16"]
 ) -> Evaluation:
     """Predict every token of a stream once, in rows of `seq_len` tokens; routers count nothing and nothing moves."""
     device = model.head.weight.device

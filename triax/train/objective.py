@@ -45,6 +45,7 @@ def targets_after_next(targets: Int[Tensor, " T"], lengths: tuple[int, ...]) -> 
     return later
 
 
-def precision(kind: Literal["fp32", "bf16"], device: torch.device) -> torch.autocast:
+def precision(kind: Literal["auto", "fp32", "bf16"], device: torch.device) -> torch.autocast:
     """Return the context in which forwards run: bf16 products over fp32 weights, or fp32 throughout."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=kind == "bf16")
+    is_bf16 = kind == "bf16" or (kind == "auto" and device.type == "cuda")
+    return torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
