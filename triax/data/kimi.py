@@ -47,7 +47,7 @@ PIECES = "|".join(
 # Part of the published definition: longer text is encoded in parts, so a cut decides tokens.
 CHUNK, RUN = 400_000, 25_000
 LONGEST_SPACE = 400_000  # the expression engine gives up on about a million
-SPACE, WORD = re.compile(r"\s*"), re.compile(r"\S*")
+SPACE, WORD = re.compile(r"\s"), re.compile(r"\S")
 
 
 class KimiTokenizer:
@@ -312,9 +312,8 @@ def _long_runs(text: str, limit: int) -> Iterator[tuple[int, int]]:
     for probe in range(0, len(text) if len(text) > limit else 0, limit):
         if probe < end:
             continue
-        kind = SPACE if text[probe].isspace() else WORD
-        before = kind.match(text[end:probe][::-1])
-        after = kind.match(text, probe)
-        start, end = probe - before.end(), after.end()
+        other = WORD if text[probe].isspace() else SPACE
+        before, after = other.search(text[end:probe][::-1]), other.search(text, probe)
+        start, end = probe - before.start() if before else end, after.start() if after else len(text)
         if end - start > limit:
             yield start, end
