@@ -10,6 +10,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 EXTRAS = {
     "data": ("datasets", "pyarrow"),
+    "video": ("av",),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
     "dev": ("pytest", "hypothesis", "ruff", "transformers"),

@@ -5,6 +5,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from triax.checkpoint.published import Family
+from triax.checkpoint.vision_names import vision_tensors
 from triax.config.model import Model
 from triax.model.count import Weight, weights
 
@@ -106,7 +107,7 @@ def inventory(settings: Model, family: Family, *, multi_token: bool = False) -> 
     prefix = PREFIX if family in ("kimi_k3", "kimi_k25") else ""
     moe = "block_sparse_moe" if family in ("kimi_k3", "kimi_linear") else "mlp"
     for weight in weights(settings):
-        if weight.part == "multi_token" and not multi_token:
+        if weight.part == "vision" or (weight.part == "multi_token" and not multi_token):
             continue
         layer, local = _split(weight.name)
         if weight.is_stack:
@@ -119,6 +120,8 @@ def inventory(settings: Model, family: Family, *, multi_token: bool = False) -> 
         name = f"model.{layer}.{_LAYER[local].format(moe=moe)}" if layer else _TOP[local]
         shape, dtype = _shape(weight, local, settings, family), _dtype(weight, local, family)
         yield TensorSpec(prefix + name, shape, dtype, weight.name, None, weight.shape)
+    for tensor in vision_tensors(settings):
+        yield TensorSpec(tensor.name, tensor.shape, tensor.dtype, tensor.ours, None, tensor.shape)
 
 
 def _split(name: str) -> tuple[str, str]:

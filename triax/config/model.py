@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from triax.config.base import Settings
+from triax.config.vision import Vision
 
 
 class Situ(Settings):
@@ -191,6 +192,8 @@ class Model(Settings):
     """Attention Residuals; none is the plain residual sum."""
     multi_token: MultiToken | None = None
     """The extra prediction layer."""
+    vision: Vision | None = None
+    """The tower that turns pictures and clips into tokens; none is a text model."""
     norm_eps: float = Field(1e-5, gt=0)
     """Epsilon of the norms of the stream and of KDA's heads."""
     init_std: float = Field(0.02, gt=0)
@@ -215,6 +218,11 @@ class Model(Settings):
                 raise ValueError(f"a layer needs the table `{part}`; none was found; add it")
         if self.num_dense_layers > 0 and self.dense_dim == 0:
             raise ValueError(f"num_dense_layers is `{self.num_dense_layers}` but dense_dim is 0; give the dense width")
+        if self.vision is not None and self.vision.slot_token >= self.vocab_size:
+            raise ValueError(
+                f"vision.slot_token is `{self.vision.slot_token}` but vocab_size is `{self.vocab_size}`; "
+                "name a token of the vocabulary"
+            )
         return self
 
     def is_mla(self, layer: int) -> bool:

@@ -7,9 +7,21 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from triax.config.model import Kda, Mla, Model, Moe
+from triax.model.vision_count import vision_weights
 
 Part = Literal[
-    "embedding", "head", "attention", "dense", "router", "latent", "experts", "shared", "mixing", "norms", "multi_token"
+    "embedding",
+    "head",
+    "attention",
+    "dense",
+    "router",
+    "latent",
+    "experts",
+    "shared",
+    "mixing",
+    "norms",
+    "multi_token",
+    "vision",
 ]
 
 CHUNK = 64  # tokens that a KDA kernel handles at once; sets the quadratic term of its cost
@@ -39,7 +51,7 @@ class Weight(NamedTuple):
 
 
 def weights(settings: Model) -> Iterator[Weight]:
-    """List every tensor of the decoder in forward order, the extra prediction layer last."""
+    """List every tensor of the decoder in forward order, then the extra prediction layer, then the vision tower."""
     width, vocab = settings.width, settings.vocab_size
     yield Weight("embed.weight", (vocab, width), "embedding")
     for layer in range(settings.num_layers):
@@ -57,6 +69,9 @@ def weights(settings: Model) -> Iterator[Weight]:
         mla, dense = settings.is_mla(settings.num_layers - 1), settings.moe is None
         for weight in _layer(settings, "multi_token.layer.", mla=mla, dense=dense, mixes=False):
             yield weight._replace(part="multi_token")
+    if settings.vision is not None:
+        for name, shape in vision_weights(settings.vision, width):
+            yield Weight(name, shape, "vision")
 
 
 def _mix(settings: Model, name: str) -> Iterator[Weight]:
@@ -150,7 +165,7 @@ class Sheet:
     parameters: int
     """All parameters, the extra prediction layer included."""
     active_parameters: int
-    """Parameters that produce one token: all but the embedding, the extra layer and experts not chosen."""
+    """Parameters that produce one token: all but the embedding, the extra layer, the tower and experts not chosen."""
     parameters_by_part: dict[Part, int]
     """The same total, by what the tensors belong to."""
     weight_bytes: int
@@ -186,7 +201,7 @@ def sheet(settings: Model, context_len: int | None = None) -> Sheet:
         weight_bytes += size * (4 if weight.is_float32 else 2)
         if weight.part == "experts" and settings.moe is not None:
             active += size // settings.moe.num_experts * settings.moe.top_k
-        elif weight.part not in ("embedding", "multi_token"):
+        elif weight.part not in ("embedding", "multi_token", "vision"):
             active += size
     forward = 2 * active + attention_flops_per_token(settings, context_len)
     return Sheet(

@@ -17,8 +17,10 @@ from triax.model.kda import KDA
 from triax.model.latent_moe import LatentMoe
 from triax.model.layout import Layout
 from triax.model.matrix import Blocks, draw_normal
+from triax.model.media import MediaEncoder
 from triax.model.multi_token import MultiToken
 from triax.model.norm import RMSNorm
+from triax.model.vision import Media
 
 
 class TrainingOutput(NamedTuple):
@@ -77,7 +79,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder of the Kimi family: K3, Kimi Linear, K2 and K2.5 (text), Moonlight.
+    """A decoder of the Kimi family: K3, Kimi Linear, K2 and K2.5, Moonlight.
 
     Tokens are a flat stream with a layout; there is no batch axis (`layout.pack` turns a padded batch into a stream).
 
@@ -97,6 +99,8 @@ class Decoder(nn.Module):
         self.output_norm = RMSNorm(settings.width, settings.norm_eps)
         self.head = nn.Linear(settings.width, settings.vocab_size, bias=False)
         self.multi_token = self._multi_token()
+        vision = settings.vision
+        self.vision = None if vision is None else MediaEncoder(vision, settings.width, settings.init_std)
         for weight in (self.embed.weight, self.head.weight):
             draw_normal(weight, settings.init_std)
 
@@ -114,6 +118,7 @@ class Decoder(nn.Module):
         layout: Layout,
         cache: Cache | None = None,
         taps: dict[Any, Tensor] | None = None,
+        media: Media | None = None,
     ) -> Float[Tensor, "T D"]:
         """Return each token's input to the head.
 
@@ -122,16 +127,17 @@ class Decoder(nn.Module):
             layout: Where each begins.
             cache: Memory of earlier tokens of these sequences; updated in place. Such a call carries no gradient.
             taps: Filled, if given, with what each layer reads before its first norm (keys 0, 1, …) and with the result
-                (key `num_layers`, and again `output`).
+                (key `num_layers`, and again `output`); the vision tower's have names (`vision.embed`, `vision.0`, …).
+            media: Pictures and clips whose slots the tokens have, in order; only for models with a tower.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
-            hidden = self.output_norm(self._before_output_norm(tokens, layout, cache, taps))
+            hidden = self.output_norm(self._before_output_norm(tokens, layout, cache, taps, media))
         if taps is not None:
             taps[len(self.layers)] = taps["output"] = hidden
         return hidden
 
     def forward_training(
-        self, tokens: Int[Tensor, " T"], next_tokens: Int[Tensor, " T"], layout: Layout
+        self, tokens: Int[Tensor, " T"], next_tokens: Int[Tensor, " T"], layout: Layout, media: Media | None = None
     ) -> TrainingOutput:
         """Return the head's inputs for the next token and, with a multi-token layer, for the one after.
 
@@ -139,13 +145,20 @@ class Decoder(nn.Module):
             tokens: Sequences laid end to end.
             next_tokens: The token after each (the targets of the main loss).
             layout: Where each sequence begins.
+            media: Pictures and clips whose slots the tokens have, in order. The multi-token layer reads a coming slot
+                as that token's own embedding.
         """
-        last = self._before_output_norm(tokens, layout, None, None)
+        last = self._before_output_norm(tokens, layout, None, None, media)
         second = None if self.multi_token is None else self.multi_token_hidden(last, next_tokens, layout)
         return TrainingOutput(self.output_norm(last), second)
 
     def _before_output_norm(
-        self, tokens: Tensor, layout: Layout, cache: Cache | None, taps: dict[Any, Tensor] | None
+        self,
+        tokens: Tensor,
+        layout: Layout,
+        cache: Cache | None,
+        taps: dict[Any, Tensor] | None,
+        media: Media | None,
     ) -> Float[Tensor, "T D"]:
         if len(tokens) != layout.num_tokens:
             raise ConfigError(
@@ -154,7 +167,7 @@ class Decoder(nn.Module):
             )
         if cache is not None:
             cache.check(layout)
-        stream = Stream(self.embed(tokens))
+        stream = Stream(self._embed(tokens, layout, media, taps))
         residuals = self.settings.residuals
         is_full = residuals is not None and residuals.kind == "full"
         block = residuals.block_layers if isinstance(residuals, BlockResiduals) else 0
@@ -172,6 +185,18 @@ class Decoder(nn.Module):
         if cache is not None:
             cache.advance(layout)
         return stream.read(self.output_mix)
+
+    def _embed(
+        self, tokens: Tensor, layout: Layout, media: Media | None, taps: dict[Any, Tensor] | None
+    ) -> Float[Tensor, "T D"]:
+        if self.vision is not None:
+            return self.vision.fill(self.embed(tokens), tokens, layout, media, taps)
+        if media is not None:
+            raise ConfigError(
+                f"model.vision: this model reads text only; found {len(media.grids)} pictures or clips; "
+                "leave them out or add the table `model.vision`"
+            )
+        return self.embed(tokens)
 
     def multi_token_hidden(
         self, hidden: Float[Tensor, "T D"], next_tokens: Int[Tensor, " T"], layout: Layout

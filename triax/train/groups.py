@@ -6,8 +6,8 @@ from triax.config.model import Model
 def group_of(name: str, settings: Model) -> str:
     """Return the group of a parameter of the decoder, by its name."""
     parts = name.split(".")
-    if parts[0] == "multi_token":
-        return "multi_token"
+    if parts[0] in ("multi_token", "vision"):
+        return parts[0]
     if any(part.endswith("_mix") for part in parts):
         return "residual_mix"
     if "norm" in parts[-1] or (len(parts) > 1 and "norm" in parts[-2]):
