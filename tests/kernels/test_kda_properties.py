@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from triax.errors import UnsupportedError
 from triax.kernels.kda import kda, reference, segment_map
+from triax.kernels.kda.chunk import kda_chunk, kda_chunk_backward
 from triax.kernels.kda.tiles import unit_lower_inverse
 
 
@@ -250,3 +251,32 @@ def test_shapes_that_disagree_are_refused_by_name():
 def test_impossible_numbers_are_refused_by_name(options, name):
     with pytest.raises(ValueError, match=f"`{name}`"):
         kda(*inputs(17).values(), None, **{"starts": (0, 17), **options})
+
+
+@pytest.mark.parametrize("states_at", [(), (20, 30, 17)])
+def test_the_operators_keep_what_they_promise_to_a_compiler(states_at):
+    leaves = [t.requires_grad_() for t in inputs(50, dtype=torch.float32).values()]
+    state = torch.randn(3, 2, 8, 4, requires_grad=True)
+    numbers = ((0, 20, 20, 50), states_at, -5.0, 16, 64)
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(kda_chunk, (*leaves, state, *numbers), test_utils=checks)
+    with torch.no_grad():
+        *gradients, states = kda_chunk(*leaves, state, *numbers)
+    plain = [t.detach() for t in leaves]
+    torch.library.opcheck(kda_chunk_backward, (*plain, states, *gradients, *numbers), test_utils=checks[:2])
+
+
+@pytest.mark.compiled
+def test_a_compiled_model_holds_the_operation_whole():
+    def read(*tensors):
+        return 2 * kda(*tensors, None, (0, 20, 50), lowest_log_decay=-5.0).read
+
+    leaves = [t.requires_grad_() for t in inputs(50, dtype=torch.float32).values()]
+    compiled = torch.compile(read, fullgraph=True, backend="aot_eager")(*leaves)
+    assert torch.equal(compiled, read(*leaves))
+    for a, b in zip(
+        torch.autograd.grad(compiled.square().sum(), leaves),
+        torch.autograd.grad(read(*leaves).square().sum(), leaves),
+        strict=True,
+    ):
+        assert torch.equal(a, b)

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from triax.errors import UnsupportedError
 from triax.kernels.kda import reference
-from triax.kernels.kda.chunk import ChunkedKda
+from triax.kernels.kda.chunk import kda_chunk
 from triax.kernels.kda.decode import decode
 from triax.kernels.kda.reference import KdaResult
-from triax.kernels.kda.table import chunk_table
 
 __all__ = ["KdaResult", "SegmentMap", "kda", "segment_map"]
 
@@ -90,10 +89,10 @@ def kda(
         chunk = 64 if not on_cpu else 16 if widest <= 64 else 32
     # On a CPU about 1 MiB a tensor, so that a block of chunks stays in its cache.
     rows = 2 ** (18 if on_cpu else 24) // widest
-    table = chunk_table(starts, states_at, query.shape[1], chunk, rows, query.device)
-    return KdaResult(
-        *ChunkedKda.apply(query, key, value, log_decay, beta, state, table, float(lowest_log_decay), len(starts) - 1)
+    read, memory, interior, _ = kda_chunk(
+        query, key, value, log_decay, beta, state, starts, states_at, float(lowest_log_decay), chunk, rows
     )
+    return KdaResult(read, memory, interior)
 
 
 def segment_map(

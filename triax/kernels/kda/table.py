@@ -37,7 +37,7 @@ class ChunkTable:
     """Steps in order, grouped so that a group's tensors fit the cache."""
     rows: Int[Tensor, "chunks H C"]
     """Row of the [T*H, channels] stream for each place of the padded [chunks, H, C, channels] layout."""
-    pads: tuple[Int[Tensor, " pads"], ...]
+    pads: tuple[Int[Tensor, " _"], ...]
     """Padding places of each block, counted from the block's first place."""
     places: Int[Tensor, " T_H"]
     """The inverse of `rows`: the place of each row of the stream."""
@@ -57,6 +57,17 @@ class ChunkTable:
         return slice(first * self.num_heads, end * self.num_heads)
 
 
+def cut(starts: Sequence[int], states_at: Sequence[int], chunk: int) -> list[list[tuple[int, int]]]:
+    """Return first token and end of the chunks of each sequence."""
+    chunks: list[list[tuple[int, int]]] = [[] for _ in starts[1:]]
+    sequence = 0
+    for first, end in pairwise(sorted({*starts, *states_at})):
+        while starts[sequence + 1] <= first:
+            sequence += 1
+        chunks[sequence] += [(t, min(t + chunk, end)) for t in range(first, end, chunk)]
+    return chunks
+
+
 @lru_cache(maxsize=32)
 def chunk_table(
     starts: tuple[int, ...],
@@ -67,12 +78,7 @@ def chunk_table(
     device: torch.device,
 ) -> ChunkTable:
     """Cut a stream; the layers of a network ask for the same few tables again and again, hence the cache."""
-    chunks: list[list[tuple[int, int]]] = [[] for _ in starts[1:]]
-    sequence = 0
-    for first, end in pairwise(sorted({*starts, *states_at})):
-        while starts[sequence + 1] <= first:
-            sequence += 1
-        chunks[sequence] += [(t, min(t + chunk, end)) for t in range(first, end, chunk)]
+    chunks = cut(starts, states_at, chunk)
     ranks = sorted((n for n in range(len(chunks)) if chunks[n]), key=lambda n: -len(chunks[n]))
 
     steps: list[Step] = []
