@@ -32,11 +32,17 @@ def folder(tmp_path_factory):
 def recipe(folder):
     def build(*overrides):
         source = f'[{{kind = "folder", path = "{folder}"}}]'
-        ours = ("train.tokens=3072", "train.batch_tokens=128", "train.micro_tokens=64", "train.log_every=8")
-        less = ("train.eval_every=8", "train.save_every=10", "data.held_out_share=0.2", "data.tokenizer.vocab_size=300")
+        ours = ("train.tokens=2560", "train.batch_tokens=128", "train.micro_tokens=64", "train.log_every=8")
+        less = ("train.eval_every=8", "train.save_every=10", "data.held_out_share=0.02", "data.tokenizer.vocab_size=300")
         return load_recipe("nano", [f"data.sources={source}", *ours, *less, *overrides])
 
     return build
+
+
+@pytest.fixture(scope="module")
+def shallow(recipe):
+    """The same with two layers, where the network does not matter."""
+    return lambda *overrides: recipe("model.num_layers=2", "model.mla_layers=[1]", *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +58,8 @@ def test_the_loss_falls_and_the_held_out_text_is_measured(ended):
     run_dir, result, seen = ended
     lines = metrics.read(run_dir / "metrics.jsonl")
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
-    assert len(losses) == result.steps == 24
-    assert seen == list(range(1, 25))
+    assert len(losses) == result.steps == 20
+    assert seen == list(range(1, 21))
     assert losses[0] == pytest.approx(math.log(320), rel=0.05)
     assert losses[-1] < 0.8 * losses[0]
     held_out = [line["eval/bits_per_byte"] for line in lines if "eval/bits_per_byte" in line]
@@ -68,10 +74,10 @@ def test_the_folder_holds_what_it_promises(ended):
         *("recipe.json", "environment.json", "tokenizer.json", "metrics.jsonl", "log.txt", "result.json"),
         *("report.html", "plots", "checkpoints"),
     }
-    assert [path.name for path in sharded.whole(run_dir / "checkpoints")] == ["step-24", "step-20"]
+    assert [path.name for path in sharded.whole(run_dir / "checkpoints")] == ["step-20", "step-10"]
     drawn = {path.stem for path in (run_dir / "plots").iterdir()}
     assert drawn >= {"loss", "learning_rate", "grad_norm", "router_load", "largest_logit", "residual_mix"}
-    assert "step 24  loss" in (run_dir / "log.txt").read_text()
+    assert "step 20  loss" in (run_dir / "log.txt").read_text()
     assert json.loads((run_dir / "result.json").read_text())["bits_per_byte"] == result.bits_per_byte
 
 
@@ -104,7 +110,7 @@ def test_the_saved_model_is_the_one_that_was_measured(ended, recipe):
     run_dir, result, _ = ended
     model, tokenizer = load_model(run_dir)
     with Run(recipe(), run_dir) as run:
-        run.prepare(run_dir / "checkpoints" / "step-24")
+        run.prepare(run_dir / "checkpoints" / "step-20")
         found = run.evaluate()
     assert found.bits_per_byte == result.bits_per_byte
     tokens = torch.tensor([tokenizer.border, *tokenizer.encode("row 3: the square")])
@@ -112,7 +118,7 @@ def test_the_saved_model_is_the_one_that_was_measured(ended, recipe):
     run.parts.model.eval()
     with torch.no_grad():
         torch.testing.assert_close(model(tokens, layout), run.parts.model(tokens, layout), rtol=0, atol=0)
-    older, _ = load_model(run_dir / "checkpoints" / "step-20")
+    older, _ = load_model(run_dir / "checkpoints" / "step-10")
     assert not torch.equal(older.head.weight, model.head.weight)
 
 
@@ -148,29 +154,29 @@ def test_a_run_is_not_continued_on_text_that_changed(ended, recipe, folder):
 
 def test_a_branch_decays_from_a_checkpoint_of_another_run(ended, recipe, tmp_path):
     schedule = 'schedule.segments=[{shape="linear", until=1.0, to=0.0}]'
-    result = train(recipe("train.tokens=2816", schedule), tmp_path / "branch", branch=ended[0] / "checkpoints/step-20")
+    result = train(recipe("train.tokens=1536", schedule), tmp_path / "branch", branch=ended[0] / "checkpoints/step-10")
     lines = metrics.read(tmp_path / "branch" / "metrics.jsonl")
-    assert [line["step"] for line in lines if "train/loss" in line] == [21, 22]
-    assert result.tokens == 2816
+    assert [line["step"] for line in lines if "train/loss" in line] == [11, 12]
+    assert result.tokens == 1536
 
 
-def test_a_signal_saves_and_the_run_goes_on(recipe, tmp_path):
+def test_a_signal_saves_and_the_run_goes_on(shallow, tmp_path):
     def interrupt(step, _):
         if step == 3:
             signal.raise_signal(signal.SIGTERM)
 
-    result = train(recipe("train.tokens=640"), tmp_path / "run", on_step=interrupt)
+    result = train(shallow("train.tokens=640"), tmp_path / "run", on_step=interrupt)
     assert (result.stopped, result.steps, result.bits_per_byte) == ("SIGTERM", 3, None)
     assert sharded.newest(tmp_path / "run" / "checkpoints").name == "step-3"
     assert "stopped by SIGTERM at step 3; saved; go on with --resume" in (tmp_path / "run" / "log.txt").read_text()
-    result = train(recipe("train.tokens=640"), tmp_path / "run", resume=True)
+    result = train(shallow("train.tokens=640"), tmp_path / "run", resume=True)
     assert (result.stopped, result.steps) == ("", 5)
     assert result.bits_per_byte > 0
 
 
-def test_a_full_disk_stops_the_run_and_loses_nothing_saved_before(recipe, tmp_path):
+def test_a_full_disk_stops_the_run_and_loses_nothing_saved_before(shallow, tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with Run(recipe("train.save_every=2"), tmp_path) as run:
+    with Run(shallow("train.save_every=2"), tmp_path) as run:
         run.prepare(None)
         run.advance()
         run.advance()
@@ -181,7 +187,7 @@ def test_a_full_disk_stops_the_run_and_loses_nothing_saved_before(recipe, tmp_pa
                 run.advance()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    with Run(recipe(), tmp_path) as run:
+    with Run(shallow(), tmp_path) as run:
         run.prepare(sharded.newest(tmp_path / "checkpoints"))
         assert run.advance()["train/skipped_steps"] == 0
     assert [line["step"] for line in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
@@ -192,23 +198,23 @@ def go_on(run):
         run.advance()
 
 
-def test_too_many_skipped_steps_stop_the_run_and_name_the_layer(recipe, tmp_path):
+def test_too_many_skipped_steps_stop_the_run_and_name_the_layer(shallow, tmp_path):
     class Spoilt(Run):
         def prepare(self, start):
             super().prepare(start)
-            self.parts.model.layers[2].mlp_norm.weight.register_hook(lambda grad: grad * math.inf)
+            self.parts.model.layers[1].mlp_norm.weight.register_hook(lambda grad: grad * math.inf)
 
-    with Spoilt(recipe("train.max_skipped=2"), tmp_path) as run:
+    with Spoilt(shallow("train.max_skipped=2"), tmp_path) as run:
         run.prepare(None)
         before = {name: p.clone() for name, p in run.parts.model.named_parameters()}
-        with pytest.raises(TrainError, match=r"step 3: 3 steps were skipped.*gradient of `layers.2.mlp_norm.weight`"):
+        with pytest.raises(TrainError, match=r"step 3: 3 steps were skipped.*gradient of `layers.1.mlp_norm.weight`"):
             go_on(run)
         assert all(torch.equal(p, before[name]) for name, p in run.parts.model.named_parameters())
     assert [line["train/skipped_steps"] for line in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
-def test_a_spike_is_skipped_by_the_rule_and_counted(recipe, tmp_path):
-    with Run(recipe("train.spike_sigmas=6"), tmp_path) as run:
+def test_a_spike_is_skipped_by_the_rule_and_counted(shallow, tmp_path):
+    with Run(shallow("train.spike_sigmas=6"), tmp_path) as run:
         run.prepare(None)
         for _ in range(16):
             run.spikes.accept(1.0 + 1e-3 * len(run.spikes.losses))
@@ -219,8 +225,8 @@ def test_a_spike_is_skipped_by_the_rule_and_counted(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["layers.1.mlp.experts.up", "layers.0.attention.decay_bias", "embed.weight"])
-def test_a_weight_that_never_moves_stops_the_run(recipe, tmp_path, name):
-    with Run(recipe("train.check_after=4"), tmp_path) as run:
+def test_a_weight_that_never_moves_stops_the_run(shallow, tmp_path, name):
+    with Run(shallow("train.check_after=4"), tmp_path) as run:
         run.prepare(None)
         parameter = run.parts.model.get_parameter(name)
         parameter.register_hook(torch.zeros_like)
