@@ -161,7 +161,7 @@ def test_an_answer_may_quote_a_marker(k2_tokenizer, text):
 
 def test_text_after_a_call_without_a_section_is_content(k2_tokenizer):
     reply = parse(k2_tokenizer, f"be{CALL}\nta<|im_end|>", tools=TOOLS)
-    assert reply.content.replace("\n", "") == "beta"
+    assert reply.content == "be\nta"
     assert len(made(reply)) == 1
 
 
@@ -176,6 +176,13 @@ def test_broken_arguments_are_reported_and_the_call_not_made(k2_tokenizer, argum
     reply = parse(k2_tokenizer, f"x{BEGIN}{written('functions.exec:0', arguments)}{END}<|im_end|>")
     assert reply.errors == [ParseError("arguments", arguments)]
     assert (made(reply), reply.finish, reply.message().get("tool_calls")) == ([], "stop", None)
+
+
+def test_a_call_cut_before_its_name_is_known_is_reported_whole(k2_tokenizer):
+    for cut in ("call7", 'call7<|tool_call_argument_begin|>{"x"'):
+        reply = parse(k2_tokenizer, f"x{BEGIN}<|tool_call_begin|>{cut}", "length", tools=TOOLS)
+        assert reply.errors == [ParseError("cut_call", cut.replace("<|tool_call_argument_begin|>", ""))]
+        assert (reply.calls, reply.finish) == ([], "length")
 
 
 def test_an_empty_stop_is_never_silent(k2_tokenizer):

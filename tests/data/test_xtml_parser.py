@@ -52,11 +52,11 @@ def stream(tokenizer, output, **kwargs):
     return [*events, *parser.finish()]
 
 
-def as_text(tokenizer, output, size, **kwargs):
+def as_text(tokenizer, output, size, reason=None, **kwargs):
     """The reply when only text is known, in pieces of a size."""
     parser = xtml_parser(tokenizer, **kwargs)
     pieces = [output[start : start + size] for start in range(0, len(output), size)]
-    return collect([*(event for piece in pieces for event in parser.feed_text(piece)), *parser.finish()])
+    return collect([*(event for piece in pieces for event in parser.feed_text(piece)), *parser.finish(reason)])
 
 
 def made(reply):
@@ -199,18 +199,24 @@ def test_text_alone_gives_the_same_message_however_it_is_cut(k3_tokenizer, size)
         assert as_text(k3_tokenizer, output, size) == parse(k3_tokenizer, output)
 
 
-def test_every_lost_marker_loses_no_word_and_mixes_no_field(k3_tokenizer):
+def test_every_lost_marker_loses_no_word_and_makes_no_other_call(k3_tokenizer):
     tokens = k3_tokenizer.trusted(FULL)
     control = set(k3_tokenizer.control.values())
+    whole = parse(k3_tokenizer, FULL)
     for at in [number for number, token in enumerate(tokens) if token in control]:
+        where = k3_tokenizer.show(tokens[at : at + 9])
         reply = xtml_parser(k3_tokenizer).parse(tokens[:at] + tokens[at + 1 :], "stop")
-        everything = reply.reasoning + reply.content
-        everything += "".join(c.arguments for c in reply.calls) + "".join(error.raw for error in reply.errors)
-        assert all(word in everything for word in ("alpha", "beta", "gamma")), k3_tokenizer.show(tokens[at : at + 9])
-        assert "<|" not in everything
-        assert reply.flags or reply.errors or reply.calls
-        assert made(reply) or reply.errors
-        assert reply.finish in ("stop", "tool_calls")
+        fields = reply.reasoning + reply.content + "".join(one.arguments for one in reply.calls)
+        everything = fields + "".join(error.raw for error in reply.errors)
+        assert all(word in everything for word in ("alpha", "beta", "gamma")), where
+        assert "<|" not in fields, where
+        assert "beta" not in reply.reasoning, where
+        assert "alpha" not in reply.content, where
+        assert made(reply) in ([], made(whole)), where
+        assert made(reply) or reply.errors, where
+        if where.startswith("<|sep|>"):
+            assert (reply.reasoning, reply.content, made(reply)) == ("alpha", "beta", made(whole)), where
+            assert reply.flags == ["no_separator"], where
 
 
 CONTROL = ["<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"]
@@ -265,8 +271,10 @@ def test_whatever_is_written_is_read_without_loss(k3_tokenizer, pieces, reason, 
     told += [error.raw for error in reply.errors] + [event.detail for event in events if hasattr(event, "detail")]
     assert "".join(told).count("word") >= output.count("word")
     assert "<|" not in reply.reasoning + reply.content + "".join(one.arguments for one in reply.calls)
-    if reply.finish == "stop" and not reply.content:
+    if reply.finish == "stop" and not reply.content.strip():
         assert reply.errors
+    if "media" not in output:
+        assert as_text(k3_tokenizer, output, 5, reason, thinking=thinking) == reply
     assert (reply.finish == "tool_calls") == (any(one.valid for one in reply.calls) and reply.finish != "length")
 
 
@@ -308,10 +316,11 @@ def test_arguments_come_back_as_they_were_typed(k3_tokenizer, body, arguments):
             argument("a", "string", "1") + '<|open|>json type="object"<|sep|>{}<|close|>json<|sep|>',
             [],
             ["stray_text"],
-            {"a": "1"},
+            None,
         ),
-        ('<|open|>argument type="string"<|sep|>x<|close|>argument<|sep|>', [], ["stray_text"], {}),
-        ("chatter" + argument("a", "string", "1"), [], ["stray_text"], {"a": "1"}),
+        ('<|open|>argument type="string"<|sep|>x<|close|>argument<|sep|>', [], ["stray_text"], None),
+        ("chatter" + argument("a", "string", "1"), [], ["stray_text"], None),
+        (argument("a", "string", "1argument<|sep|>"), [], ["stray_control"], None),
         ('<|open|>argument key="a" type="string"<|sep|>x', ["unclosed_argument"], [], {"a": "x"}),
     ],
 )
@@ -336,6 +345,28 @@ def test_a_call_that_is_not_closed_is_a_call(k3_tokenizer):
         reply = parse(k3_tokenizer, f"a{THINK_END}{ANSWER}{tools(output)}{END}")
         assert made(reply)[0] == ("f", {"k": 1})
         assert "unclosed_call" in reply.flags
+
+
+def test_what_waits_when_the_output_is_cut_is_reported(k3_tokenizer):
+    start = f"a{THINK_END}{ANSWER}<|open|>tools<|sep|>"
+    number = '<|open|>argument key="n" type="number"<|sep|>12'
+    lost = "<|open|>argument<|sep|>word"
+    for body, errors in (
+        (f'<|open|>call tool="f" index="1"<|sep|>{number}', [ParseError("cut_call", "12")]),
+        (f'<|open|>call tool=""<|sep|>{number}', [ParseError("cut_call", '{"n": 12')]),
+        (
+            f'<|open|>call tool="f" index="1"<|sep|>{lost}',
+            [ParseError("cut_call"), ParseError("stray_text", "argument\nword")],
+        ),
+        ('<|open|>call tool="f', [ParseError("unknown_tag", 'call tool="f')]),
+    ):
+        reply = parse(k3_tokenizer, start + body, "length")
+        assert (reply.finish, reply.errors, made(reply)) == ("length", errors, [])
+
+
+def test_blanks_are_no_answer(k3_tokenizer):
+    reply = parse(k3_tokenizer, f" \n<|close|>response<|sep|>{END}", thinking=False)
+    assert (reply.content, reply.finish, reply.errors) == (" \n", "stop", [ParseError("empty")])
 
 
 def test_a_tag_that_is_none_is_reported_and_not_shown(k3_tokenizer):

@@ -66,9 +66,14 @@ class CallWriter:
         else:
             self._events.append(ParseError("call_without_name", "".join([header, *self._kept])))
 
-    def cut(self) -> None:
-        """End a call that the output stops in."""
-        self._events.append(ParseError("cut_call", "".join(self._kept)))
+    def cut(self, *, header: str = "", rest: str = "") -> None:
+        """End a call that the output stops in; what was not sent of it is reported.
+
+        Args:
+            header: What stood for the name that the call lacks.
+            rest: Text that waited for its end.
+        """
+        self._events.append(ParseError("cut_call", rest if self._named else "".join([header, *self._kept, rest])))
         if self._named:
             self._events.append(CallEnd(self._index, False))
 
@@ -146,6 +151,14 @@ class ArgumentWriter:
             self._events.append(Flag("other_type", self._type))
         if self._type not in ("object", "array"):
             self._call.write(words)
+
+    def spoil(self) -> None:
+        """Remember that a part of the arguments could not be read: such a call must not be made."""
+        self._valid = False
+
+    def waiting(self) -> str:
+        """Return the text of a value that waits for its end."""
+        return "" if self._type in ("string", "object", "array") else "".join(self._value)
 
     def end(self) -> bool:
         """Finish the arguments; returns whether they are a JSON object."""

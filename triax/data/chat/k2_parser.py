@@ -81,6 +81,8 @@ class K2Grammar:
         elif place == "section" and self._bare and not text.isspace():
             self._flag("unclosed_tools")
             self.place = "content"
+            text = "".join([*self._stray, text])
+            self._stray.clear()
             self.text(text)
         else:
             self._stray.append(text)
@@ -124,7 +126,7 @@ class K2Grammar:
         if self.place == "header":
             self.events.append(ParseError("cut_call", "".join(self._header)))
         elif self.place == "arguments":
-            self._call.cut()
+            self._call.cut(header="".join(self._header))
         self._report_stray()
         if not self._ended:
             return "length"
@@ -202,7 +204,7 @@ class K2Grammar:
             self._call.write(words)
         valid = is_object(words)
         if self._unnamed and (name := find_by_arguments(words, self._tools)) is not None:
-            self._flag("name_from_arguments", name)
+            self._flag("name_from_arguments", "".join(self._header))
             self._call.name(name)
             self._unnamed = False
         if not self._unnamed and not valid:

@@ -18,6 +18,7 @@ TAG = re.compile(r"\s*([A-Za-z_]+)")
 ATTRIBUTE = re.compile(r'\s+([A-Za-z_]+)="([^"]*)"')
 ENDS = (END, "[EOS]")
 VALUES = ("argument", "json")
+PLAIN = ("think", "response", "tools")  # tags that open without attributes
 
 
 def xtml_parser(tokenizer: ChatTokenizer, *, thinking: bool = True, num_calls: int = 0) -> Parser:
@@ -68,6 +69,7 @@ class XtmlGrammar:
         """Take ordinary text."""
         if self._tag is not None:
             self._tag.append(text)
+            self._check_overrun()
         elif self.place == "think":
             self._first = False
             self._thoughts.append(text)
@@ -96,6 +98,9 @@ class XtmlGrammar:
             self._finish_tag(whole=True)
         elif name in ENDS:
             self._end(as_token=True)
+        elif self._in_call():
+            self.events.append(ParseError("stray_control", name))
+            self._arguments.spoil()
         else:
             self._flag("stray_control", name)
 
@@ -105,8 +110,10 @@ class XtmlGrammar:
             self._end(as_token=False)
         if self._tag is not None:
             self._lose_tag()
+        if self.place == "lost":
+            self.place = self._back
         if self.place in VALUES or self.place == "call":
-            self._call.cut()
+            self._call.cut(rest=self._arguments.waiting() if self.place in VALUES else "")
         self._report_stray()
         if not self._ended:
             return "length"
@@ -118,7 +125,7 @@ class XtmlGrammar:
 
     def _answer(self, text: str) -> None:
         self._first = False
-        self._answered = True
+        self._answered = self._answered or not text.isspace()
         self.events.append(Content(text))
 
     def _between(self, text: str) -> None:
@@ -135,8 +142,20 @@ class XtmlGrammar:
         self._seen.add(place)
         self._blank.clear()
 
+    def _check_overrun(self) -> None:
+        """Take what follows a name that has no attributes as text: the tag's separator is missing."""
+        names = self._open if not self._opens else PLAIN
+        raw = "".join((self._tag or [])[:16])  # long enough for every name, whatever its tokens
+        for name in names:
+            if raw.startswith(name) and raw[len(name) :].strip():
+                raw = "".join(self._tag or ())
+                self._tag = [name]
+                self._finish_tag(whole=False)
+                self.text(raw[len(name) :])
+                return
+
     def _finish_tag(self, *, whole: bool) -> None:
-        """Act on a tag; one without its separator counts as far as it reads as a tag."""
+        """Act on a tag; without its separator, what does not read as a tag is text behind it."""
         raw = "".join(self._tag or ())
         name = TAG.match(raw)
         end = name.end() if name else 0
@@ -145,13 +164,19 @@ class XtmlGrammar:
             attributes[match[1]] = unescape(match[2])
             end = match.end()
         tag = name[1] if name else ""
-        if tag not in self._open or raw[end:].strip():
+        rest = raw[end:] if raw[end:].strip() else ""
+        if tag not in self._open or (rest and (whole or not attributes)):
             self._lose_tag()
             return
         self._tag = None
         self._report_stray()
         if not whole:
-            self._flag("no_separator", raw)
+            self._flag("no_separator", raw[:end])
+        self._act(tag, attributes, raw)
+        if rest:
+            self.text(rest)
+
+    def _act(self, tag: str, attributes: dict[str, str], raw: str) -> None:
         if self.place == "over":
             return
         if not self._opens:
@@ -172,6 +197,11 @@ class XtmlGrammar:
         self._stray.clear()
         if raw.strip():
             self.events.append(ParseError("stray_text", raw))
+            if self._in_call():  # it may have been an argument
+                self._arguments.spoil()
+
+    def _in_call(self) -> bool:
+        return (self._back if self.place == "lost" else self.place) in (*VALUES, "call")
 
     def _flag(self, kind: str, detail: str = "") -> None:
         self.events.append(Flag(kind, detail))
