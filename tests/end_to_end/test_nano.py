@@ -33,8 +33,10 @@ def recipe(folder):
     def build(*overrides):
         source = f'[{{kind = "folder", path = "{folder}"}}]'
         ours = ("train.tokens=2560", "train.batch_tokens=128", "train.micro_tokens=64", "train.log_every=8")
-        less = ("train.eval_every=8", "train.save_every=10", "data.held_out_share=0.02", "data.tokenizer.vocab_size=300")
-        return load_recipe("nano", [f"data.sources={source}", *ours, *less, *overrides])
+        less = ("train.eval_every=8", "train.save_every=10", "data.held_out_share=0.02")
+        return load_recipe(
+            "nano", [f"data.sources={source}", "data.tokenizer.vocab_size=300", *ours, *less, *overrides]
+        )
 
     return build
 

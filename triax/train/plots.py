@@ -21,22 +21,26 @@ def draw(run_dir: Path, baselines: Mapping[str, float] | None = None) -> list[Pa
 
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     steps = lines.read(run_dir / METRICS)
     (run_dir / PLOTS).mkdir(exist_ok=True)
     drawn = []
     for name, (title, unit, fill) in PLOT.items():
         figure = Figure(figsize=(7.2, 4.2), dpi=110)
-        figure.subplots_adjust(left=0.11, right=0.97, top=0.92, bottom=0.24 if name == "residual_mix" else 0.12)
+        figure.subplots_adjust(left=0.11, right=0.79, top=0.92, bottom=0.24 if name == "residual_mix" else 0.12)
         axes = figure.add_subplot()
         fill(axes, steps, baselines or {})
         if not axes.has_data():
             continue
-        axes.set(title=title, xlabel="tokens", ylabel=unit)
+        axes.set(title=title, ylabel=unit)
+        if name != "residual_mix":
+            axes.set_xlabel("tokens")
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8, frameon=False)
+            axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
         path = run_dir / PLOTS / f"{name}.png"
         figure.savefig(path)
         drawn.append(path)
@@ -76,16 +80,23 @@ def _curve(name: str, *, log: bool = False) -> Callable[..., None]:
 
 
 def _groups(prefix: str) -> Callable[..., None]:
+    """Draw a metric of all parameters in black, and of each group of them in a colour."""
+
     def fill(axes: Any, steps: list[Line], _: Any) -> None:
-        for name in sorted({name for line in steps for name in line if name.startswith(prefix)}):
-            _line(axes, *series(steps, name), lw=0.9, label=name.removeprefix(prefix).lstrip("/") or "all")
+        from matplotlib import colormaps
+
+        names = sorted({name for line in steps for name in line if name.startswith(f"{prefix}/")})
+        _line(axes, *series(steps, prefix), lw=1.6, color="black", label="all")
+        for i, name in enumerate(names):
+            colour = colormaps["turbo"]((i + 0.5) / len(names))
+            _line(axes, *series(steps, name), lw=0.9, color=colour, label=name.removeprefix(f"{prefix}/"))
         if axes.has_data():
             axes.set_yscale("log")
 
     return fill
 
 
-def _layers(name: str, legend: str = "layers") -> Callable[..., None]:
+def _layers(name: str) -> Callable[..., None]:
     """Draw a metric that is one number a layer: each layer a line, from blue (first) to yellow (last)."""
 
     def fill(axes: Any, steps: list[Line], _: Any) -> None:
@@ -94,7 +105,7 @@ def _layers(name: str, legend: str = "layers") -> Callable[..., None]:
         tokens, values = series(steps, name)
         count = max(map(len, values), default=0)
         for layer in range(count):
-            label = f"{legend[:-1]} {layer}" if layer in (0, count - 1) else None
+            label = {0: "first such layer", count - 1: "last such layer"}.get(layer)
             column = [row[layer] if layer < len(row) else None for row in values]
             kept = [(x, y) for x, y in zip(tokens, column, strict=True) if y is not None]
             axes.plot(
