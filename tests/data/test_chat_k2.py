@@ -90,6 +90,13 @@ def test_results_out_of_order_go_to_their_calls():
     assert "functions.exec:0\nfirst<" in text
 
 
+def test_text_between_two_control_tokens_is_one_piece():
+    """As in the published template, so that tokens do not depend on how a client cuts its content."""
+    parts = [{"type": "text", "text": word} for word in ("a ", "", "b")]
+    pieces = k2.segments([{"role": "system", "content": parts}, {"role": "user", "content": parts}], generate=False)
+    assert [piece.text for piece in pieces if not piece.control] == ["system", "a b", "user", "a b"]
+
+
 def test_tools_in_mid_session_are_refused():
     with pytest.raises(DataError, match=r"messages\[0\].tools: K2 has no tools in mid-session"):
         shown([{"role": "system", "tools": [EXEC]}])

@@ -132,6 +132,16 @@ def test_names_of_speakers_and_nasty_attributes_are_escaped():
     assert text.startswith('<|open|>message role="user" name="a&quot;&amp;<b>\n"<|sep|>"&"<|close|>')
 
 
+def test_each_piece_of_a_tag_and_each_part_of_a_content_is_encoded_by_itself():
+    parts = [{"type": "text", "text": word} for word in ("a ", "", "b")]
+    pieces = xtml.segments([{"role": "user", "name": 'C++"', "content": parts}], generate=False)
+    attributes = [" role", '="', "user", '"', " name", '="', "C++&quot;", '"']
+    opening = ["<|open|>", "message", *attributes, "<|sep|>"]
+    closing = ["<|close|>", "message", "<|sep|>", "<|end_of_msg|>"]
+    assert [piece.text for piece in pieces] == [*opening, "a ", "b", *closing]
+    assert [piece.text for piece in pieces if piece.control] == ["<|open|>", "<|sep|>", "<|close|>", *closing[2:]]
+
+
 @pytest.mark.parametrize(
     ("value", "kind", "written"),
     [
@@ -171,6 +181,14 @@ def test_results_go_into_call_order_under_the_names_of_their_calls():
     early = {"role": "tool", "tool_call_id": "x", "content": "1"}
     assert results([calls, late, early]) == ['tool="f" index="1" 1', 'tool="g" index="2" 2']
     assert results([calls, early, *user(), late]) == ['tool="f" index="1" 1', 'tool="g" index="2" 2']
+
+
+def test_results_are_numbered_anew_after_each_assistant_message():
+    turn = [
+        {"role": "assistant", "tool_calls": [call("f", {}, "x")]},
+        {"role": "tool", "tool_call_id": "x", "content": "1"},
+    ]
+    assert results([*turn, *turn]) == ['tool="f" index="1" 1'] * 2
 
 
 def test_a_run_that_does_not_resolve_stays_as_it_came():

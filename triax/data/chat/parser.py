@@ -47,8 +47,7 @@ class Parser:
         self._tokenizer = tokenizer
         self._control = {token: name for name, token in tokenizer.control.items()}
         self._bytes: dict[int, bytes] = {}
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._decode = self._decoder.decode
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._spelled = re.compile("|".join(map(re.escape, grammar.markers)))
         self._longest = max(map(len, grammar.markers))
         self._held = ""
@@ -126,7 +125,6 @@ class Parser:
         text = self._decode(b"", final=True)
         if text:
             self._grammar.text(text)
-        self._decoder.reset()
 
     def _safe(self, text: str, start: int) -> int:
         """Return where a marker may have begun at the end of the text."""
