@@ -1,0 +1,153 @@
+"""INT4 with a bf16 scale for 32 weights: `pack-quantized` in a released checkpoint.
+
+A weight is its integer of -8 to 7 times the scale of its group. The scale is amax / 7 rounded to bf16, and 1 where a
+group is zero. Codes of a release may follow another rule: keep their pair.
+
+Source: Kimi K2 Thinking and K2.5 model cards (INT4 weights, group 32, symmetric).
+"""
+
+import os
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from triax.errors import CheckpointError
+from triax.kernels.mx import reference, refuse
+from triax.kernels.mx.reference import GROUP
+from triax.kernels.mx.spread import PIECE, spread
+
+__all__ = ["GROUP", "Int4", "dequantize", "quantize"]
+
+WORD = 8  # codes in a word of 32 bits
+ZERO = 8  # what the integer 0 is stored as
+LARGEST = 7
+SMALLEST_SCALE = torch.finfo(torch.bfloat16).tiny
+
+
+class Int4(NamedTuple):
+    """The three tensors that stand for one weight."""
+
+    packed: Int[Tensor, "R words"]
+    """Eight codes a word, the first in the lowest bits: `weight_packed`."""
+    scale: Float[Tensor, "R groups"]
+    """What the integers of a group are multiplied by, bf16: `weight_scale`."""
+    shape: Int[Tensor, "2"]
+    """Rows and columns of the weight: `weight_shape`."""
+
+
+def quantize(weight: Shaped[Tensor, "..."], *, name: str = "weight", threads: int | None = None) -> Int4:
+    """Round a weight to integers under group scales, to nearest with ties to even.
+
+    Args:
+        weight: Matrix of finite numbers in bf16, fp16 or fp32, with a multiple of 32 columns; any strides.
+        name: What messages call it.
+        threads: How many; none is as many as torch uses.
+
+    Raises:
+        CheckpointError: The weight cannot be held.
+    """
+    refuse.source(weight, name, "int4")
+    if weight.dim() != 2 or weight.shape[1] % GROUP:
+        raise CheckpointError(
+            f"{name}: no matrix whose rows split into groups of {GROUP}; found shape {list(weight.shape)}; "
+            "keep it in bf16"
+        )
+    weight = weight.detach()
+    if not weight.isfinite().all():
+        raise refuse.not_finite(weight, name)
+    rows, columns = weight.shape
+    shape = torch.tensor([rows, columns], dtype=torch.int32)
+    if os.environ.get("TRIAX_KERNELS") == "reference" and weight.numel():
+        packed, scale = reference.quantize_int4(weight.cpu())
+        return Int4(packed.to(weight.device), scale.to(weight.device), shape)
+    flat = weight.reshape(-1)
+    packed = torch.empty(flat.numel() // 2, dtype=torch.uint8, device=weight.device)
+    scale = torch.empty(flat.numel() // GROUP, dtype=torch.bfloat16, device=weight.device)
+
+    def part(start: int, stop: int) -> None:
+        for at in range(start, stop, PIECE):
+            end = min(at + PIECE, stop)
+            groups = flat[at:end].view(-1, GROUP).float()
+            largest = groups.abs().amax(1)
+            stored = (largest / LARGEST).bfloat16().clamp_(min=SMALLEST_SCALE).masked_fill_(largest == 0, 1.0)
+            number = (groups / stored[:, None].float()).round_().clamp_(-LARGEST - 1, LARGEST)
+            low, high = number.add_(ZERO).to(torch.uint8).view(-1, 2).unbind(1)
+            packed[at // 2 : end // 2] = low | high << 4
+            scale[at // GROUP : end // GROUP] = stored
+
+    spread(flat.numel(), part, threads)
+    return Int4(packed.view(torch.int32).view(rows, columns // WORD), scale.view(rows, columns // GROUP), shape)
+
+
+def dequantize(
+    packed: Shaped[Tensor, "..."],
+    scale: Shaped[Tensor, "..."],
+    shape: Shaped[Tensor, "..."] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    name: str = "weight",
+    threads: int | None = None,
+) -> Float[Tensor, "R C"]:
+    """Return integer times scale, rounded once where `dtype` is bf16.
+
+    Args:
+        packed: Eight codes a word.
+        scale: bf16, one number for 32 columns of a row.
+        shape: `weight_shape`, held against the other two if given.
+        dtype: bf16 or fp32.
+        name: What messages call it.
+        threads: How many; none is as many as torch uses.
+
+    Raises:
+        CheckpointError: The tensors do not fit each other, or a scale or a product is not a finite number.
+    """
+    refuse.target(dtype, name)
+    if packed.dim() != 2 or packed.dtype != torch.int32 or packed.shape[1] * WORD % GROUP:
+        raise CheckpointError(
+            f"{name}: packed weights are a matrix of `torch.int32` with a multiple of {GROUP // WORD} words in a row; "
+            f"found `{packed.dtype}` of {list(packed.shape)}; name a tensor that ends in weight_packed"
+        )
+    rows, columns = packed.shape[0], packed.shape[1] * WORD
+    refuse.shape(name, "the scale", scale, (rows, columns // GROUP), torch.bfloat16)
+    if shape is not None and shape.tolist() != [rows, columns]:
+        raise CheckpointError(
+            f"{name}: weight_shape says {shape.tolist()}; found packed weights of {[rows, columns]}; "
+            "take all three tensors from the same checkpoint"
+        )
+    refuse.scale(name, scale, lambda: _used(packed))
+    out = torch.empty(rows, columns, dtype=dtype, device=packed.device)
+    if os.environ.get("TRIAX_KERNELS") == "reference" and packed.numel():
+        out.copy_(reference.dequantize_int4(packed.cpu(), scale.cpu()).float())
+    else:
+        pairs, scales, target = packed.reshape(-1).view(torch.uint8), scale.reshape(-1).float(), out.view(-1)
+        ready = _pairs(packed.device)
+
+        def part(start: int, stop: int) -> None:
+            for at in range(start, stop, PIECE):
+                end = min(at + PIECE, stop)
+                words = ready.index_select(0, pairs[at // 2 : end // 2].int())
+                number = words.view(torch.float32).view(-1, GROUP).mul_(scales[at // GROUP : end // GROUP, None])
+                target[at:end] = number.view(-1)
+
+        spread(out.numel(), part, threads)
+    # The largest integer is -8; a look at every weight is needed only if it may have become infinite.
+    if scale.numel() and (scale.float().max() * 8).to(dtype).isinf() and not out.isfinite().all():
+        raise refuse.not_finite(out, name)
+    return out
+
+
+@cache
+def _pairs(device: torch.device) -> Int[Tensor, "256"]:
+    """Return both integers of each byte as fp32, in one word of 64 bits."""
+    number = torch.arange(16.0) - ZERO
+    both = torch.stack((number.repeat(16), number.repeat_interleave(16)), dim=1)
+    return both.view(torch.int64).flatten().to(device)
+
+
+def _used(packed: Int[Tensor, "R words"]) -> Bool[Tensor, "R groups"]:
+    """Return which groups have an integer that is not zero."""
+    nothing = 0x88888888 - (1 << 32)  # eight times ZERO
+    return (packed.unflatten(1, (-1, GROUP // WORD)) != nothing).any(-1)
