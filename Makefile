@@ -42,8 +42,9 @@ setup: $(DEV)
 
 demo: $(BASE)
 	$(BIN)/triax train tiny train.baselines=true --run $(RUN) --resume
-	$(BIN)/triax sample $(RUN) 'def read_lines(path):' --max-tokens 120
-	$(BIN)/triax sample $(RUN) 'import os' --max-tokens 120
+	@echo; echo 'it continues what you give it:'; echo
+	@printf 'class Reader:\n    def __init__(self, ' | $(BIN)/triax sample $(RUN) - --max-tokens 100
+	@echo; printf 'def read_lines(path):\n    """' | $(BIN)/triax sample $(RUN) - --max-tokens 100
 	@if [ -t 0 ] && [ -t 1 ]; then $(BIN)/triax chat $(RUN); else echo 'talk to it: $(BIN)/triax chat $(RUN)'; fi
 
 fix: $(DEV)

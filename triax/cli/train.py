@@ -54,6 +54,8 @@ def train(
     threads = machine.thread_warnings(torch.get_num_threads(), machine.cores()) if on_cpu else []
     for text in [*threads, *machine.precision_warnings(plan.precision, on_cpu=on_cpu)]:
         log.logger("train").warning(text)
+    if on_cpu:
+        machine.keep_freed_memory()
     result = learn(loaded.settings, folder, resume=resume, origins=loaded.origins, branch=branch)
     if as_json:
         print(json.dumps(asdict(result)))
