@@ -59,7 +59,7 @@ def test_a_flat_file_is_read_too(tmp_path):
     [
         ({"fixed_output_tokens": 64}, "`fixed_output_tokens` is not supported; found `64`"),
         ({"image_mean": [0.48, 0.46, 0.41]}, "`image_mean` must be one number"),
-        ({"in_patch_limt": 3}, "`in_patch_limt` is not a key of this family; nearest is `in_patch_limit`"),
+        ({"in_patch_limits": 3}, "`in_patch_limits` is not a key of this family; nearest is `in_patch_limit`"),
         ({"transparent_bg_fill_stage": "before_resize"}, "only `after_resize` can be done"),
         ({"transparent_bg_config": {"pattern": "white"}}, "`pattern` is not supported; found `white`"),
         ({"patch_size": "14"}, "`patch_size` must be a whole number; found `'14'`"),

@@ -278,10 +278,22 @@ def test_a_broken_index_is_refused(folder, content):
     refused(folder, INDEX)
 
 
-def test_quantised_weights_are_refused_by_name(folder):
-    name = f"{K3_LAYER}block_sparse_moe.experts.0.w1.weight_packed"
-    rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(32, 16, dtype=torch.uint8)}))
-    refused(folder, "quantised weights cannot be read yet", name)
+def test_u086_codes_without_their_scales_are_refused(folder):
+    name = f"{K3_LAYER}block_sparse_moe.experts.0.w1.weight"
+
+    def lose_scales(tensors):
+        del tensors[name]
+        tensors[f"{name}_packed"] = torch.zeros(32, 16, dtype=torch.uint8)
+
+    rewrite(folder, lose_scales)
+    refused(folder, "1 missing", f"{name}_scale")
+
+
+def test_a_weight_both_plain_and_packed_is_refused(folder):
+    name = f"{K3_LAYER}block_sparse_moe.experts.0.w1.weight"
+    packed = {f"{name}_packed": torch.zeros(32, 16, dtype=torch.uint8), f"{name}_scale": torch.ones(32, 1).byte()}
+    rewrite(folder, lambda tensors: tensors.update(packed))
+    refused(folder, "stored twice", name)
 
 
 def test_long_lists_are_counted(folder):
@@ -289,11 +301,9 @@ def test_long_lists_are_counted(folder):
     refused(folder, "9 unexpected", "`extra.3` and 5 more")
 
 
-def test_vision_weights_are_left_aside(folder, caplog):
+def test_vision_weights_that_the_config_does_not_describe_are_refused(folder):
     rewrite(folder, lambda tensors: tensors.update({"vision_tower.patch_embed.proj.weight": torch.zeros(2)}))
-    with caplog.at_level(logging.INFO, logger="triax.checkpoint"):
-        load_released(folder)
-    assert "1 tensors of vision or rotary tables are left aside" in caplog.text
+    refused(folder, "1 unexpected", "vision_tower.patch_embed.proj.weight")
 
 
 def test_stored_rotary_tables_are_left_aside(t0, tmp_path):

@@ -28,7 +28,7 @@ def published(name):
 
 @cache
 def listed(name):
-    family, settings, _ = published(name)
+    family, settings, *_ = published(name)
     return list(inventory(settings, family))
 
 
@@ -72,7 +72,7 @@ def test_a_k3_token_leaves_27_kilobytes_in_the_cache_and_a_sequence_one_state():
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_the_inventory_lists_each_released_tensor_once(name):
-    family, settings, _ = published(name)
+    family, settings, *_ = published(name)
     specs = listed(name)
     assert len({spec.name for spec in specs}) == len(specs) == sheet(settings).num_tensors
     padding = 69 * 32 if family == "kimi_k3" else 0  # 96 heads in a tensor of 128

@@ -1,180 +1,201 @@
-"""Every tensor of a released folder held against the inventory, before a value is read."""
+"""Every tensor of a folder of weights held against the inventory, before a value is read."""
 
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
-from safetensors import SafetensorError, safe_open
-
-from triax.checkpoint.names import PREFIX, TensorSpec, accepts, inventory
-from triax.checkpoint.published import Published, read_config
+from triax.checkpoint.forms import Form, can_be_packed, parts
+from triax.checkpoint.header import Stored
+from triax.checkpoint.names import PREFIX, TensorSpec, accepts, inventory, own_inventory
+from triax.checkpoint.published import FAMILIES, Published, read_config
+from triax.checkpoint.scan import INDEX, Problems, Scan, scan, some
 from triax.checkpoint.vocabulary import check_vocabulary
+from triax.config.model import Model
 from triax.errors import CheckpointError
 
-INDEX = "model.safetensors.index.json"
-NAMED = 4  # tensors that a message names before it only counts
+__all__ = ["INDEX", "OWN", "Account", "Entry", "Towers", "account", "examine"]
 
-_QUANTIZED = re.compile(r"\.(weight_packed|weight_scale|weight_scale_inv|weight_shape)$")
+OWN = "triax.json"  # instead of a config.json: the settings of a folder in our own layout
+
+Towers = Literal["all", "text", "vision"]
+
 _ROTARY = re.compile(r"\.rotary_emb\.inv_freq$")  # computed by us, stored in some K2 files
 _MEDIA = ("vision_tower.", "mm_projector.")
 # transformers 5.24 renames the dense layers' MLP together with the routed ones when it saves kimi_linear.
 _DENSE = re.compile(r"^(model\.layers\.\d+)\.block_sparse_moe\.((?:gate|up|down)_proj\.weight)$")
 
 
-class Stored(NamedTuple):
-    """One tensor of a file, as its header tells."""
+class Entry(NamedTuple):
+    """One weight and the tensors of the files that hold it."""
 
-    path: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
+    spec: TensorSpec
+    form: Form
+    parts: tuple[Stored, ...]
 
 
 @dataclass
 class Account:
-    """A released folder whose tensors all are what the config says."""
+    """What a folder should hold and what it holds."""
 
     folder: Path
     published: Published
+    settings: Model
+    """Of what was asked for: with the tower, if it was."""
+    layout: Literal["released", "triax"]
     specs: list[TensorSpec]
-    stored: dict[str, Stored]
-    """Where each published name lies."""
-    notes: list[str] = field(default_factory=list)
-    """What was left aside."""
+    entries: dict[str, Entry]
+    """By published name (or ours, in our own layout): the weights whose tensors are all there."""
+    aside: list[Stored]
+    """Tensors that belong to the release and that no model reads: rotary tables, and parts that were not asked for."""
+    scan: Scan
+    notes: list[str]
+    problems: Problems = field(default_factory=lambda: defaultdict(list))
+
+    def check(self) -> None:
+        """Refuse the folder if anything is wrong.
+
+        Raises:
+            CheckpointError: A tensor is missing, unexpected, there twice, of the wrong shape or dtype, listed but not
+                stored, or a file is missing or cut short; the message names them.
+        """
+        if any(self.problems.values()):
+            counts = "; ".join(f"{len(names)} {kind}: {some(names)}" for kind, names in self.problems.items() if names)
+            raise CheckpointError(
+                f"checkpoint {self.folder}: its tensors are not those of its config; {counts}; "
+                "copy the folder again or correct its config"
+            )
 
 
-def account(folder: Path) -> Account:
-    """Hold the folder's headers against its config.
+def account(folder: Path, towers: Towers = "all", needed: Callable[[TensorSpec], bool] | None = None) -> Account:
+    """Hold the folder's headers against its config and refuse it if anything is wrong.
+
+    Args:
+        folder: A folder in the released layout or in ours.
+        towers: Which of text and vision must be there.
+        needed: Whether a weight of the whole model must be there; all if not given.
 
     Raises:
         ConfigError: Its config cannot be used.
-        CheckpointError: A tensor is missing, unexpected, there twice, of the wrong shape or dtype, listed but not
-            stored, or a file is missing or cut short; the message names them.
+        CheckpointError: As `Account.check`.
     """
-    published = read_config(folder)
-    check_vocabulary(folder, published.settings.vocab_size)
-    problems: dict[str, list[str]] = defaultdict(list)
-    headers = _headers(folder, problems)
-    notes = list(published.notes)
-    quantized = [name for name in headers if _QUANTIZED.search(name)]
-    if quantized:
-        raise CheckpointError(
-            f"checkpoint {folder}: quantised weights cannot be read yet; found {_some(quantized)}; "
-            "convert the folder to plain BF16 weights first"
-        )
-    found = _without_ignored(headers, published, notes)
-    settings = published.settings
-    own_layer = any(name.startswith("model.multi_token.") for name in found)
-    if settings.multi_token is not None and not own_layer:
-        settings = settings.model_copy(update={"multi_token": None})
-        published = published._replace(settings=settings)
-        notes.append("the config announces a multi-token layer that the folder does not hold: it is left out")
-    specs = list(inventory(settings, published.family, multi_token=own_layer))
-    stored = {}
-    for spec in specs:
-        name = spec.name.removeprefix(PREFIX)
-        candidates = found.pop(name, [])
-        if not candidates:
-            problems["missing"].append(spec.name)
-        elif len(candidates) > 1:
-            problems["stored twice"].append(f"{spec.name} in {' and '.join(one.path.name for one in candidates)}")
-        else:
-            (one,) = candidates
-            stored[spec.name] = one
-            if not accepts(spec, one.shape):
-                problems["of the wrong shape"].append(f"{one.name} {list(one.shape)}, expected {list(spec.shape)}")
-            if one.dtype not in ({"F32"} if spec.dtype == "F32" else {"BF16", "F32"}):
-                problems["of the wrong dtype"].append(f"{one.name} {one.dtype}, expected {spec.dtype}")
-    problems["unexpected"] += [one.name for candidates in found.values() for one in candidates]
-    if any(problems.values()):
-        counts = "; ".join(f"{len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names)
-        raise CheckpointError(
-            f"checkpoint {folder}: its tensors are not those of its config.json; {counts}; "
-            "copy the folder again or correct its config"
-        )
-    return Account(folder, published, specs, stored, notes)
-
-
-def open_file(path: Path, stack: ExitStack) -> Any:
-    """Open a safetensors file for as long as the stack lives.
-
-    Raises:
-        CheckpointError: It is not there, cut short or not such a file.
-    """
-    try:
-        return stack.enter_context(safe_open(path, framework="pt"))
-    except (SafetensorError, OSError) as problem:
-        size = f"{path.stat().st_size:,} bytes" if path.is_file() else "no file"
-        raise CheckpointError(
-            f"{path}: cut short or not a safetensors file; found {size} ({problem}); copy it again"
-        ) from None
-
-
-def _headers(folder: Path, problems: dict[str, list[str]]) -> dict[str, list[Stored]]:
-    """Read the names, shapes and dtypes of all files, and hold them against the index if there is one."""
-    files = {path.name: path for path in sorted(folder.glob("*.safetensors"))}
-    listed = _index(folder)
-    if not files and not listed:
-        raise CheckpointError(f"checkpoint {folder}: holds no weights; found no *.safetensors file; copy them there")
-    absent = sorted({file for file in listed.values() if file not in files})
-    if absent:
-        raise CheckpointError(
-            f"checkpoint {folder}: {len(absent)} files of its index are missing: {_some(absent)}; copy them there"
-        )
-    headers: dict[str, list[Stored]] = defaultdict(list)
-    for path in files.values():
-        with ExitStack() as stack:
-            file = open_file(path, stack)
-            for name in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
-                part = file.get_slice(name)
-                headers[name].append(Stored(path, name, tuple(part.get_shape()), part.get_dtype()))
-    for name, file in listed.items():
-        if all(one.path.name != file for one in headers.get(name, [])):
-            problems["listed in the index but not stored there"].append(f"{name} in {file}")
-    if listed:
-        problems["stored but not in the index"] += [name for name in headers if name not in listed]
-    return headers
-
-
-def _index(folder: Path) -> dict[str, str]:
-    path = folder / INDEX
-    if not path.is_file():
-        return {}
-    try:
-        listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise CheckpointError(f"{path}: is not an index of weights; {problem!r}; copy it again") from None
-    if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
-        raise CheckpointError(f"{path}: `weight_map` must map tensors to files; found another form; copy it again")
-    return listed
-
-
-def _without_ignored(
-    headers: Mapping[str, list[Stored]], published: Published, notes: list[str]
-) -> dict[str, list[Stored]]:
-    """Drop what the text model does not use and bring the known spellings of a name together."""
-    found: dict[str, list[Stored]] = defaultdict(list)
-    media = published.family in ("kimi_k3", "kimi_k25")
-    dropped = 0
-    for name, candidates in headers.items():
-        if (media and name.startswith(_MEDIA)) or _ROTARY.search(name):
-            dropped += 1
-            continue
-        plain = name.removeprefix(PREFIX)
-        if published.family in ("kimi_k3", "kimi_linear"):
-            plain = _DENSE.sub(r"\1.mlp.\2", plain)
-        found[plain] += candidates
-    if dropped:
-        notes.append(f"{dropped} tensors of vision or rotary tables are left aside")
+    found = examine(folder, towers, needed)
+    found.check()
     return found
 
 
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    shown = ", ".join(f"`{name}`" for name in names[:NAMED])
-    return f"{shown} and {len(names) - NAMED} more" if len(names) > NAMED else shown
+def examine(folder: Path, towers: Towers = "all", needed: Callable[[TensorSpec], bool] | None = None) -> Account:
+    """Hold the folder's headers against its config; what is wrong is listed in `problems`.
+
+    Raises:
+        ConfigError: Its config cannot be used.
+        CheckpointError: There is nothing to hold against it, or its tokenizer does not fit.
+    """
+    layout = "triax" if (folder / OWN).is_file() else "released"
+    published = _own_config(folder) if layout == "triax" else read_config(folder)
+    check_vocabulary(folder, published.settings.vocab_size)
+    found = scan(folder)
+    notes, places = list(published.notes), dict(found.stored)
+    settings = published.settings
+    if towers != "text" and published.vision is not None:
+        settings = settings.model_copy(update={"vision": published.vision})
+    aside = _set_aside(places, published, layout, towers)
+    named = _plain_names(places, published) if layout == "released" else places
+    own_layer = any(name.startswith(("model.multi_token.", "multi_token.")) for name in named)
+    if settings.multi_token is not None and not own_layer:
+        settings = settings.model_copy(update={"multi_token": None})
+        published = published._replace(settings=published.settings.model_copy(update={"multi_token": None}))
+        notes.append("the config announces a multi-token layer that the folder does not hold: it is left out")
+    if layout == "triax":
+        specs = list(own_inventory(settings))
+    else:
+        specs = list(inventory(settings, published.family, multi_token=own_layer))
+    if towers == "vision":
+        specs = [spec for spec in specs if spec.ours.startswith("vision.")]
+    result = Account(folder, published, settings, layout, specs, {}, aside, found, notes, found.problems)
+    if needed is not None:
+        result.problems.pop("files of its index are missing", None)
+    for spec in specs:
+        _claim(spec, named, result, is_needed=needed is None or needed(spec))
+    result.problems["unexpected"] += [one.name for candidates in named.values() for one in candidates]
+    if aside:
+        notes.append(f"{len(aside):,} tensors that this model does not read are left aside")
+    return result
+
+
+def _own_config(folder: Path) -> Published:
+    path = folder / OWN
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        settings = Model.model_validate(table["model"])
+        if table["family"] not in FAMILIES:
+            raise ValueError(f"unknown family `{table['family']}`")
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise CheckpointError(f"{path}: does not describe a model; {problem}; convert the folder again") from None
+    return Published(table["family"], settings.model_copy(update={"vision": None}), (), settings.vision)
+
+
+def _claim(spec: TensorSpec, named: dict[str, list[Stored]], result: Account, *, is_needed: bool) -> None:
+    """Take the tensors that hold a weight out of `named`, in whichever form they are there."""
+    problems, name = result.problems, spec.name.removeprefix(PREFIX)
+    plain = named.pop(name, [])
+    packed = named.pop(f"{name}_packed", []) if can_be_packed(spec) else []
+    if not plain and not packed:
+        if is_needed:
+            problems["missing"].append(spec.name)
+        return
+    form: Form = "plain"
+    if packed:
+        form = "int4" if packed[0].dtype == "I32" else "mxfp4"
+    elif plain[0].dtype == "F8_E4M3" and can_be_packed(spec):
+        form = "fp8"
+    expected = parts(spec, form)
+    candidates = [[*plain, *packed]]
+    for part in expected[1:]:
+        candidates.append(named.pop(part.name.removeprefix(PREFIX), []))
+    held = []
+    for part, found in zip(expected, candidates, strict=True):
+        if not found:
+            problems["missing"].append(part.name)
+        elif len(found) > 1:
+            problems["stored twice"].append(f"{part.name} in {' and '.join(one.path.name for one in found)}")
+        else:
+            (one,) = found
+            held.append(one)
+            if not (accepts(spec, one.shape) if form == "plain" else one.shape == part.shape):
+                problems["of the wrong shape"].append(f"{one.name} {list(one.shape)}, expected {list(part.shape)}")
+            allowed = {"BF16", "F32"} if form == "plain" and part.dtype == "BF16" else {part.dtype}
+            if one.dtype not in allowed:
+                problems["of the wrong dtype"].append(f"{one.name} {one.dtype}, expected {part.dtype}")
+    if len(held) == len(expected):
+        result.entries[spec.name] = Entry(spec, form, tuple(held))
+
+
+def _set_aside(
+    places: dict[str, list[Stored]], published: Published, layout: Literal["released", "triax"], towers: Towers
+) -> list[Stored]:
+    """Take out what belongs to the release and is not asked for."""
+    has_tower = published.vision is not None
+    vision = ("vision.",) if layout == "triax" else _MEDIA
+    aside = []
+    for name in list(places):
+        is_vision = has_tower and name.startswith(vision)
+        unwanted = {"all": False, "text": is_vision, "vision": not is_vision}[towers]
+        if unwanted or (layout == "released" and _ROTARY.search(name)):
+            aside += places.pop(name)
+    return aside
+
+
+def _plain_names(places: dict[str, list[Stored]], published: Published) -> dict[str, list[Stored]]:
+    """Bring the known spellings of a name together."""
+    is_hybrid = published.family in ("kimi_k3", "kimi_linear")
+    named: dict[str, list[Stored]] = {}
+    for name, candidates in places.items():
+        plain = name.removeprefix(PREFIX)
+        if is_hybrid and "block_sparse_moe" in plain:
+            plain = _DENSE.sub(r"\1.mlp.\2", plain)
+        named.setdefault(plain, []).extend(candidates)
+    return named

@@ -4,8 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from triax.checkpoint.published import Family, family_of, parse
+from triax.checkpoint.published_vision import compose_vision
 from triax.config.model import BlockResiduals, BoundedGate, Mla, Model, Situ
 from triax.errors import ConfigError
+
+_OUTER = {"kimi_k3": "KimiK3ForConditionalGeneration", "kimi_k25": "KimiK25ForConditionalGeneration"}
 
 
 def compose(
@@ -32,15 +35,16 @@ def compose(
         text = _compose_hybrid(settings, family) | ids
     else:
         text = _compose_deepseek(settings, "deepseek_v3" if family == "kimi_k25" else family) | ids
-    if family == "kimi_k3":
-        outer = {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": family, "dtype": dtype}
+    if family in _OUTER:
+        outer = {"architectures": [_OUTER[family]], "model_type": family, "dtype": dtype}
         config = outer | ids | {"tie_word_embeddings": False, "text_config": text}
-    elif family == "kimi_k25":
-        outer = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": family, "dtype": dtype}
-        config = outer | ids | {"tie_word_embeddings": False, "text_config": text}
+        if settings.vision is not None:
+            config["media_placeholder_token_id"] = settings.vision.slot_token
+            config["vision_config"] = compose_vision(settings.vision, settings.width)
     else:
         config = text | {"dtype": dtype}
-    back = parse(config).settings
+    read = parse(config)
+    back = read.settings.model_copy(update={"vision": read.vision})
     if back != settings:
         theirs, ours = _flat(back.model_dump()), _flat(settings.model_dump())
         lost = next(name for name in [*ours, *theirs] if ours.get(name) != theirs.get(name))

@@ -19,8 +19,8 @@ class TensorSpec(NamedTuple):
     """Published name."""
     shape: tuple[int, ...]
     """Shape in the file."""
-    dtype: FileDtype
-    """Dtype in the released files."""
+    dtype: str
+    """Dtype in the released files when it is not packed: `BF16` or `F32`."""
     ours: str
     """Name in the decoder's state dict."""
     index: int | None
@@ -95,7 +95,7 @@ PREFIX = "language_model."
 
 
 def inventory(settings: Model, family: Family, *, multi_token: bool = False) -> Iterator[TensorSpec]:
-    """List the tensors of a released checkpoint with plain (unquantised) weights.
+    """List the tensors of a released checkpoint with plain (unquantised) weights, those of a vision tower last.
 
     Args:
         settings: The decoder.
@@ -122,6 +122,13 @@ def inventory(settings: Model, family: Family, *, multi_token: bool = False) -> 
         yield TensorSpec(prefix + name, shape, dtype, weight.name, None, weight.shape)
     for tensor in vision_tensors(settings):
         yield TensorSpec(tensor.name, tensor.shape, tensor.dtype, tensor.ours, None, tensor.shape)
+
+
+def own_inventory(settings: Model) -> Iterator[TensorSpec]:
+    """List the tensors of our own layout: names of the decoder's state dict, the experts of a layer in one stack."""
+    for weight in weights(settings):
+        dtype: FileDtype = "F32" if weight.is_float32 else "BF16"
+        yield TensorSpec(weight.name, weight.shape, dtype, weight.name, None, weight.shape)
 
 
 def _split(name: str) -> tuple[str, str]:

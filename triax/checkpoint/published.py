@@ -8,7 +8,9 @@ from typing import Any, Literal, NamedTuple, get_args
 from pydantic import ValidationError
 
 from triax.checkpoint.keys import Keys
+from triax.checkpoint.published_vision import SLOT, parse_vision
 from triax.config.model import BlockResiduals, BoundedGate, Kda, Mla, Model, Moe, MultiToken, Situ, Swiglu
+from triax.config.vision import Vision
 from triax.errors import ConfigError
 
 Family = Literal["kimi_k3", "kimi_linear", "kimi_k2", "deepseek_v3", "kimi_k25"]
@@ -27,7 +29,7 @@ _SILENT = frozenset(
 _SILENT_NOPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})  # no NoPE model reads them
 _SILENT_MEDIA = frozenset(
     """
-    ignore_index image_placeholder video_placeholder media_placeholder_token_id use_unified_vision_chunk
+    ignore_index image_placeholder video_placeholder use_unified_vision_chunk
     image_token_id video_token_id vision_start_token_id vision_end_token_id projection_hidden_size
     projection_layer_norm_eps
     """.split()  # noqa: SIM905
@@ -43,6 +45,8 @@ class Published(NamedTuple):
     """The same model in our settings."""
     notes: tuple[str, ...] = ()
     """What the file also says and the settings do not hold, for a person to read."""
+    vision: Vision | None = None
+    """The tower, if the file describes one; the settings are those of the text model."""
 
 
 def read_config(folder: Path) -> Published:
@@ -77,16 +81,16 @@ def parse(config: Mapping[str, Any], where: str = "config.json") -> Published:
             f"{where}: model_type is not supported; found `{family}`; choose one of {', '.join(FAMILIES)}"
         )
     notes: list[str] = []
-    text = config
+    text, tower, slot, place = config, {}, SLOT, where
     if "text_config" in config:
         outer = Keys(config, where)
         text = outer.take("text_config", dict)
-        if outer.take("vision_config", dict, {}):
-            notes.append("the vision tower is left out: only the text model is read")
+        tower = outer.take("vision_config", dict, {})
+        slot = outer.take("media_placeholder_token_id", int, SLOT)
         outer.expect("tie_word_embeddings", False)
         _note_quantization(outer, notes)
         outer.finish(_SILENT | _SILENT_MEDIA)
-        where = f"{where}: text_config"
+        place, where = where, f"{where}: text_config"
     elif family in ("kimi_k3", "kimi_k25"):
         raise ConfigError(f"{where}: `text_config` is missing; a {family} config holds the text model there; add it")
     keys = Keys(text, where)
@@ -99,14 +103,18 @@ def parse(config: Mapping[str, Any], where: str = "config.json") -> Published:
         place = ".".join(str(part) for part in first["loc"]) or "the whole"
         raise ConfigError(f"{where}: {place}: {first['msg']}; found `{first['input']}`; correct it") from None
     keys.finish(_SILENT | (_SILENT_NOPE if hybrid else frozenset()))
-    return Published(family, settings, tuple(notes))
+    vision = parse_vision(Keys(tower, f"{place}: vision_config"), settings.width, slot) if tower else None
+    return Published(family, settings, tuple(notes), vision)
 
 
 def family_of(settings: Model) -> Family:
     """Return the plainest family that can express the settings."""
     if settings.mla is not None and settings.mla.rope is not None:
+        if settings.vision is not None:
+            return "kimi_k25"
         return "kimi_k2" if settings.mla.rope.yarn else "deepseek_v3"
     k3_parts = (
+        settings.vision is not None,
         settings.residuals is not None,
         isinstance(settings.activation, Situ),
         settings.moe is not None and settings.moe.latent_dim > 0,

@@ -1,11 +1,9 @@
 """Weights in the released layout: one tensor an expert, published names, sharded safetensors and a config.json."""
 
 import json
-import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,19 +13,22 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from triax.checkpoint.account import INDEX, account, open_file
+from triax.checkpoint.account import INDEX
 from triax.checkpoint.compose import compose
+from triax.checkpoint.generation import generation_config
+from triax.checkpoint.load import load_released
 from triax.checkpoint.names import TensorSpec, inventory
 from triax.checkpoint.published import Family, family_of
+from triax.checkpoint.tokenizer import save_tokenizer, special_ids
 from triax.config.model import MultiToken
+from triax.data.kimi import KimiTokenizer
+from triax.data.tokenizer import Tokenizer
 from triax.errors import CheckpointError
 from triax.model.decoder import Decoder
-from triax.model.precision import check_precision
 
-log = logging.getLogger("triax.checkpoint")
+__all__ = ["load_released", "save_released"]
 
 SHARD_BYTES = 5 * 10**9
-_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 
 
 def save_released(
@@ -37,6 +38,7 @@ def save_released(
     dtype: torch.dtype = torch.bfloat16,
     family: Family | None = None,
     multi_token: bool = False,
+    tokenizer: Tokenizer | KimiTokenizer | None = None,
     token_ids: Mapping[str, int | None] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
@@ -50,7 +52,8 @@ def save_released(
         dtype: `bfloat16` for the dtypes of the released files, `float32` to lose nothing.
         family: Published form; the plainest that fits if not given.
         multi_token: Write the extra prediction layer too, under names of our own.
-        token_ids: `bos_token_id`, `eos_token_id` and `pad_token_id` for the config.
+        tokenizer: Written beside the weights.
+        token_ids: `bos_token_id`, `eos_token_id` and `pad_token_id` for the config; the tokenizer's if not given.
         shard_bytes: Size of a file above which the next tensor goes to a new one.
 
     Raises:
@@ -65,7 +68,7 @@ def save_released(
     name = {torch.bfloat16: "bfloat16", torch.float32: "float32"}.get(dtype)
     if name is None:
         raise CheckpointError(f"{folder}: released files hold bfloat16 or float32; found `{dtype}`; choose one of them")
-    config = compose(settings, family, dtype=name, token_ids=token_ids)
+    config = compose(settings, family, dtype=name, token_ids=token_ids or special_ids(tokenizer))
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(
@@ -77,6 +80,13 @@ def save_released(
         draft.mkdir(parents=True)
         _write_weights(model, draft, list(inventory(settings, family, multi_token=multi_token)), dtype, shard_bytes)
         _write_json(draft / "config.json", config)
+        generation = generation_config(config)
+        if generation is not None:
+            (draft / "generation_config.json").write_text(generation, encoding="utf-8")
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, draft)
+        for path in draft.iterdir():
+            _sync(path)
         _sync(draft)
         if folder.exists():
             folder.rmdir()
@@ -87,54 +97,6 @@ def save_released(
         raise CheckpointError(
             f"{folder}: could not be written; {problem}; nothing was left there; make room"
         ) from problem
-
-
-def load_released(folder: Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Decoder:
-    """Read a decoder, tensor by tensor, from a folder in the released layout.
-
-    Args:
-        folder: A folder with `config.json` and safetensors files.
-        dtype: Dtype of the decoder; that of the stored embedding if not given. Tensors that are always float32 stay so.
-        device: Where the weights go.
-
-    Raises:
-        ConfigError: Its config cannot be used.
-        CheckpointError: A tensor is missing, unexpected, altered or of another form; the message names it.
-    """
-    ledger = account(Path(folder))
-    for note in ledger.notes:
-        log.info("%s: %s", folder, note)
-    with torch.device("meta"):
-        model = Decoder(ledger.published.settings)
-    if dtype is None:
-        embedding = next(spec for spec in ledger.specs if spec.ours == "embed.weight")
-        dtype = _DTYPES[ledger.stored[embedding.name].dtype]
-    model = model.to(dtype)
-    blank = model.state_dict()
-    filled: dict[str, Tensor] = {}
-    with ExitStack() as stack:
-        files = {path: open_file(path, stack) for path in {one.path for one in ledger.stored.values()}}
-        for spec in ledger.specs:
-            stored = ledger.stored[spec.name]
-            if spec.ours not in filled:
-                filled[spec.ours] = torch.empty(blank[spec.ours].shape, dtype=blank[spec.ours].dtype, device=device)
-            place = filled[spec.ours] if spec.index is None else filled[spec.ours][spec.index]
-            place.copy_(_to_ours(spec, files[stored.path].get_tensor(stored.name), stored.path))
-    model.load_state_dict(filled, assign=True)
-    check_precision(model)
-    return model
-
-
-def _to_ours(spec: TensorSpec, tensor: Tensor, path: Path) -> Tensor:
-    """Take singleton axes and padding off; what is cut away must be zero."""
-    flat = tensor.flatten()
-    kept, tail = flat[: prod(spec.held)], flat[prod(spec.held) :]
-    if bool((tail != 0).any()):
-        raise CheckpointError(
-            f"{path}: {spec.name}: the padding after its {prod(spec.held)} heads must be exactly 0; "
-            f"found `{tail[tail != 0][0].item()}`; this file was made for another number of heads or is damaged"
-        )
-    return kept.view(spec.held)
 
 
 def _to_file(spec: TensorSpec, tensor: Tensor, dtype: torch.dtype) -> Tensor:

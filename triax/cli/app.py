@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import typer
 
-from triax.cli import chat, doctor, model, recipe, sample, train
+from triax.cli import chat, checkpoint, convert, doctor, model, recipe, sample, train
 from triax.errors import TriaxError
 
 FULL_OR_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
@@ -24,6 +24,8 @@ app.command()(train.train)
 app.command()(chat.chat)
 app.command()(sample.sample)
 app.add_typer(model.app)
+app.add_typer(checkpoint.app)
+app.command()(convert.convert)
 app.add_typer(recipe.app)
 app.command()(doctor.doctor)
 

@@ -1,0 +1,228 @@
+"""What a conversion will write, to the byte, before it writes anything."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+from triax.checkpoint.account import OWN, Account, Entry, account
+from triax.checkpoint.compose import compose
+from triax.checkpoint.cut import cut_settings, origin
+from triax.checkpoint.forms import Form, Part, fits, is_released_as, parts
+from triax.checkpoint.header import SIZES
+from triax.checkpoint.names import TensorSpec, inventory, own_inventory
+from triax.checkpoint.quantization import announce, announced
+from triax.errors import CheckpointError
+
+Target = Literal["bf16", "mxfp4", "fp8", "int4", "triax"]
+TARGETS: tuple[Target, ...] = get_args(Target)
+
+SHARD_BYTES = 5 * 10**9
+_BESIDE = (".json", ".jinja", ".md", ".model", ".py", ".txt")  # what belongs to a release beside weights
+_OWN_FILES = ("config.json", OWN, "SHA256SUMS")
+
+
+class Piece(NamedTuple):
+    """Rows of a stored weight and where they go."""
+
+    entry: Entry
+    source_row: int
+    target_row: int
+    rows: int
+
+
+class Output(NamedTuple):
+    """One weight of the new folder."""
+
+    spec: TensorSpec
+    form: Form
+    parts: tuple[Part, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(prod(part.shape) * SIZES[part.dtype] for part in self.parts)
+
+
+class Shard(NamedTuple):
+    """One file of the new folder."""
+
+    name: str
+    outputs: tuple[Output, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors; the header comes on top."""
+        return sum(output.nbytes for output in self.outputs)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A conversion that can be begun, or taken up again."""
+
+    source: Path
+    to: Target
+    shards: tuple[Shard, ...]
+    config_name: str
+    config: dict[str, Any]
+    beside: tuple[Path, ...]
+    """Small files that are copied: tokenizer, generation settings, code."""
+    fingerprint: str
+    """Of everything that decides what is written; a conversion is only taken up with the same one."""
+    notes: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(shard.nbytes for shard in self.shards)
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors in all files."""
+        return sum(len(output.parts) for shard in self.shards for output in shard.outputs)
+
+
+def make_plan(source: Path, to: Target, *, layers: range | None = None, shard_bytes: int = SHARD_BYTES) -> Plan:
+    """Read the headers of a folder of weights and lay out its conversion.
+
+    Matrices that already have the wanted form keep it and their bytes, and what is plain beside them stays plain;
+    otherwise the released set is packed: routed experts (MXFP4, INT4), or all matrices but a few (FP8).
+
+    Args:
+        source: A folder in the released layout or in ours.
+        to: The form to write.
+        layers: Keep only these, renumbered from 0.
+        shard_bytes: Size above which the next weight goes to a new file.
+
+    Raises:
+        ConfigError: The config cannot be used or has no such layers.
+        CheckpointError: The folder is not what its config says.
+    """
+    ledger = account(source)
+    settings = cut_settings(ledger.settings, layers, None)
+    entries = {(entry.spec.ours, entry.spec.index): entry for entry in ledger.entries.values()}
+    own_layer = settings.multi_token is not None
+    family = ledger.published.family
+    specs = own_inventory(settings) if to == "triax" else inventory(settings, family, multi_token=own_layer)
+    form: Form = "plain" if to in ("bf16", "triax") else to
+    forms = {entry.form for entry in ledger.entries.values()} - {"plain"}
+    outputs = [_output(spec, entries, layers, form, forms) for spec in specs]
+    keeps = layers is None and ledger.layout == "released" and to != "triax" and forms == ({form} - {"plain"})
+    if keeps:  # the release's rotary tables go along, so that nothing is lost
+        outputs += [_copied(ledger, number) for number in range(len(ledger.aside))]
+    shards = _named(_cut(outputs, shard_bytes))
+    name, config = _config(ledger, settings.model_dump(mode="json"), to, layers, forms)
+    if to != "triax":
+        packed = [output.spec for output in outputs if output.form != "plain"]
+        plain = [output.spec for output in outputs if output.form == "plain"]
+        kept = announced(_read_json(source / "config.json")) if form in forms and ledger.layout == "released" else None
+        announce(config, form, packed, plain, kept)
+    beside = [path for path in sorted(source.iterdir()) if _goes_along(path)]
+    return Plan(
+        source,
+        to,
+        shards,
+        name,
+        config,
+        tuple(beside),
+        _fingerprint(ledger, to, layers, shard_bytes),
+        tuple(ledger.notes),
+    )
+
+
+def _output(
+    spec: TensorSpec,
+    entries: dict[tuple[str, int | None], Entry],
+    layers: range | None,
+    form: Form,
+    forms: set[Form],
+) -> Output:
+    ours = origin(spec.ours, layers)
+    whole = entries.get((ours, spec.index))
+    if whole is not None:
+        pieces = (Piece(whole, 0, 0, prod(spec.shape[:-1])),)
+    elif spec.index is not None:  # ours is a stack, theirs one by one
+        rows = spec.shape[0]
+        pieces = (Piece(entries[ours, None], spec.index * rows, 0, rows),)
+    else:
+        rows = spec.shape[1]
+        pieces = tuple(Piece(entries[ours, expert], 0, expert * rows, rows) for expert in range(spec.shape[0]))
+    found = pieces[0].entry.form
+    if form == "plain" or found == form:
+        wanted = form
+    else:
+        wanted = form if is_released_as(spec, form) and not (found == "plain" and form in forms) else "plain"
+    if not fits(spec, wanted):
+        raise CheckpointError(
+            f"{spec.name}: {spec.shape[1]} columns are no whole groups of 32, which {wanted} needs; "
+            "convert to bf16 or fp8"
+        )
+    if wanted == "plain" and spec.ours.endswith(".balance_bias") and pieces[0].entry.parts[0].dtype == "F32":
+        spec = spec._replace(dtype="F32")  # rounding would let other experts be chosen
+    return Output(spec, wanted, parts(spec, wanted), pieces)
+
+
+def _copied(ledger: Account, number: int) -> Output:
+    stored = ledger.aside[number]
+    spec = TensorSpec(stored.name, stored.shape, stored.dtype, "", None, stored.shape)
+    return Output(spec, "plain", parts(spec, "plain"), (Piece(Entry(spec, "plain", (stored,)), 0, 0, 1),))
+
+
+def _cut(outputs: list[Output], shard_bytes: int) -> Iterator[tuple[Output, ...]]:
+    shard: list[Output] = []
+    room = shard_bytes
+    for output in outputs:
+        size = output.nbytes
+        if shard and size > room:
+            yield tuple(shard)
+            shard, room = [], shard_bytes
+        shard.append(output)
+        room -= size
+    yield tuple(shard)
+
+
+def _named(cut: Iterator[tuple[Output, ...]]) -> tuple[Shard, ...]:
+    shards = list(cut)
+    return tuple(
+        Shard(f"model-{number:05d}-of-{len(shards):06d}.safetensors", outputs)
+        for number, outputs in enumerate(shards, start=1)
+    )
+
+
+def _config(
+    ledger: Account, tree: dict[str, Any], to: Target, layers: range | None, forms: set[Form]
+) -> tuple[str, dict[str, Any]]:
+    if to == "triax":
+        return OWN, {"format": 1, "family": ledger.published.family, "model": tree}
+    if ledger.layout == "released" and layers is None:
+        return "config.json", _read_json(ledger.folder / "config.json")
+    ids = None
+    if ledger.layout == "released":
+        theirs = _read_json(ledger.folder / "config.json")
+        text = theirs.get("text_config", theirs)
+        ids = {name: theirs.get(name, text.get(name)) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return "config.json", compose(type(ledger.settings).model_validate(tree), ledger.published.family, token_ids=ids)
+
+
+def _goes_along(path: Path) -> bool:
+    is_index = path.name.endswith(".safetensors.index.json")
+    known = path.suffix in _BESIDE or path.name in ("LICENSE", "LICENCE", "THIRD_PARTY_NOTICES")
+    return path.is_file() and known and not is_index and path.name not in _OWN_FILES and not path.name.startswith(".")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _fingerprint(ledger: Account, to: Target, layers: range | None, shard_bytes: int) -> str:
+    told: list[Any] = [to, str(layers), shard_bytes]
+    config = ledger.folder / (OWN if ledger.layout == "triax" else "config.json")
+    told.append(hashlib.sha256(config.read_bytes()).hexdigest())
+    for path in ledger.scan.files:
+        state = path.stat()
+        told.append([path.name, state.st_size, state.st_mtime_ns])
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()

@@ -1,0 +1,121 @@
+"""The values of a stored weight, whatever the form in which its file holds them."""
+
+from math import prod
+
+from torch import Tensor
+
+from triax.checkpoint.account import Entry
+from triax.checkpoint.forms import BLOCK
+from triax.checkpoint.header import DTYPES, SIZES, Stored, mapped, read_tensor
+from triax.checkpoint.names import TensorSpec
+from triax.errors import CheckpointError
+from triax.kernels.mx import fp8, int4, mxfp4
+
+ROWS_OF = 2**23  # weights that are looked at together
+
+
+def read(entry: Entry) -> Tensor:
+    """Return a weight as we hold it: unpacked, without padding and singleton axes.
+
+    Raises:
+        CheckpointError: Its padding is not zero, or its codes and scales cannot be those of weights.
+    """
+    spec = entry.spec
+    if entry.form != "plain":
+        return read_rows(entry, 0, spec.shape[0])
+    (stored,) = entry.parts
+    with mapped(stored) as content:
+        return without_padding(spec, typed(content, stored.dtype), stored).clone()
+
+
+def read_rows(entry: Entry, start: int, stop: int, *, threads: int | None = None) -> Tensor:
+    """Return some rows of a matrix: BF16 from codes and scales, in the stored dtype otherwise.
+
+    Args:
+        entry: The weight.
+        start: First row; a multiple of 128 for FP8.
+        stop: Row after the last.
+        threads: How many unpack; as many as torch uses if not given.
+
+    Raises:
+        CheckpointError: Its codes and scales cannot be those of weights.
+    """
+    rows = prod(entry.spec.shape[:-1])
+    if entry.form == "plain":
+        (stored,) = entry.parts
+        with mapped(stored, *_span(stored, start, stop, rows)) as content:
+            return typed(content, stored.dtype).view(stop - start, -1).clone()
+    codes, scales = entry.parts[:2]
+    where = f"{codes.path}: {entry.spec.name}, rows {start} to {stop}"
+    first, last = (start // BLOCK, -(-stop // BLOCK)) if entry.form == "fp8" else (start, stop)
+    with (
+        mapped(codes, *_span(codes, start, stop, rows)) as code_bytes,
+        mapped(scales, *_span(scales, first, last, scales.shape[0])) as scale_bytes,
+    ):
+        code = typed(code_bytes, codes.dtype).view(stop - start, -1)
+        scale = typed(scale_bytes, scales.dtype).view(last - first, -1)
+        if entry.form == "fp8":
+            return fp8.dequantize(code, scale, name=where, threads=threads)
+        if entry.form == "int4":
+            _check_shape(entry, where)
+            return int4.dequantize(code, scale, name=where, threads=threads)
+        if mxfp4.is_blank(code, scale):
+            raise CheckpointError(f"{where}: every scale is zero under codes that are not; copy the file again")
+        return mxfp4.dequantize(code, scale, name=where, threads=threads)
+
+
+def check_codes(entry: Entry) -> None:
+    """Refuse codes and scales that stand for no numbers; MXFP4, whose codes all are numbers, is not unpacked for it.
+
+    Raises:
+        CheckpointError: It names the first place.
+    """
+    rows, columns = entry.spec.shape
+    step = max(BLOCK, ROWS_OF // columns // BLOCK * BLOCK)
+    for start in range(0, rows, step):
+        stop = min(rows, start + step)
+        if entry.form != "mxfp4":
+            read_rows(entry, start, stop, threads=1)
+            continue
+        codes, scales = entry.parts
+        where = f"{codes.path}: {entry.spec.name}, rows {start} to {stop}"
+        with (
+            mapped(codes, *_span(codes, start, stop, rows)) as code_bytes,
+            mapped(scales, *_span(scales, start, stop, rows)) as scale_bytes,
+        ):
+            code, scale = code_bytes.view(stop - start, -1), scale_bytes.view(stop - start, -1)
+            if mxfp4.is_blank(code, scale):
+                raise CheckpointError(f"{where}: every scale is zero under codes that are not; copy the file again")
+            mxfp4.check_scale(code, scale, name=where)
+
+
+def _check_shape(entry: Entry, where: str) -> None:
+    told = read_tensor(entry.parts[2]).tolist()
+    if told != list(entry.spec.shape):
+        raise CheckpointError(
+            f"{where}: weight_shape says {told}; the config says {list(entry.spec.shape)}; copy the file again"
+        )
+
+
+def without_padding(spec: TensorSpec, tensor: Tensor, stored: Stored) -> Tensor:
+    """Take singleton axes and padding off; what is cut away must be zero."""
+    flat = tensor.flatten()
+    kept, tail = flat[: prod(spec.held)], flat[prod(spec.held) :]
+    if bool((tail != 0).any()):
+        raise CheckpointError(
+            f"{stored.path}: {spec.name}: the padding after its {prod(spec.held)} heads must be exactly 0; "
+            f"found `{tail[tail != 0][0].item()}`; this file was made for another number of heads or is damaged"
+        )
+    return kept.view(spec.held)
+
+
+def typed(content: Tensor, dtype: str) -> Tensor:
+    """View bytes as numbers; copied where they do not lie on whole numbers."""
+    if content.data_ptr() % SIZES[dtype]:
+        content = content.clone()
+    return content.view(DTYPES[dtype])
+
+
+def _span(stored: Stored, start: int, stop: int, rows: int) -> tuple[int, int]:
+    row = stored.nbytes // max(1, rows)
+    return start * row, stop * row

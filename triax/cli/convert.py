@@ -1,0 +1,50 @@
+"""`triax convert`: write a folder of weights in another form."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def convert(
+    source: Annotated[
+        Path, typer.Argument(metavar="FROM", help="A folder of weights, or a run or one of its checkpoints.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="TO", help="A new folder, or that of an interrupted conversion.")],
+    to: Annotated[str, typer.Option("--to", metavar="FORM", help="bf16, mxfp4, fp8, int4 or triax (our own layout).")],
+    layers: Annotated[
+        str | None, typer.Option("--layers", metavar="A..B", help="Keep layers A to B - 1, renumbered from 0.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Files written together.")] = 2,
+    shard_gb: Annotated[float, typer.Option(min=0.001, help="Size of a file, in GB of 1e9 bytes.")] = 5.0,
+    plan_only: Annotated[bool, typer.Option("--plan", help="Say what would be written and stop.")] = False,
+) -> None:
+    """Convert weights, file by file; the same command goes on where an interrupted one stopped."""
+    from triax.checkpoint.convert import convert as convert_folder
+    from triax.checkpoint.plan import TARGETS, make_plan
+    from triax.cli.progress import Bytes
+    from triax.errors import ConfigError
+
+    if to not in TARGETS:
+        raise ConfigError(f"--to: is not a form; found `{to}`; choose one of {', '.join(TARGETS)}")
+    plan = make_plan(source, to, layers=_layers(layers), shard_bytes=int(shard_gb * 1e9))
+    for note in plan.notes:
+        typer.echo(f"note: {note}", err=True)
+    what = f"{plan.num_tensors:,} tensors, {plan.nbytes:,} bytes in {len(plan.shards):,} files"
+    if plan_only:
+        print(f"plan: {what}")
+        return
+    with Bytes("convert", plan.nbytes) as progress:
+        convert_folder(plan, target, workers=workers, skip=progress.skip, report=progress.add)
+    print(f"{target}: {what}")
+
+
+def _layers(text: str | None) -> range | None:
+    from triax.errors import ConfigError
+
+    if text is None:
+        return None
+    first, dots, last = text.partition("..")
+    if not dots or not first.isdecimal() or not last.isdecimal():
+        raise ConfigError(f"--layers: must be A..B, such as 0..4; found `{text}`; B is the layer after the last")
+    return range(int(first), int(last))
