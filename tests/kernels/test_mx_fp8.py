@@ -144,6 +144,19 @@ def test_pairs_that_do_not_fit_are_refused():
         fp8.dequantize(code, scale, torch.float16)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_given_is_never_changed(dtype):
+    weight = random(4, 64, dtype=dtype)
+    before = weight.clone()
+    parts = fp8.quantize(weight)
+    assert torch.equal(weight, before)
+    kept = [part.clone() for part in parts]
+    fp8.dequantize(*parts)
+    assert all(
+        torch.equal(part.view(torch.uint8), same.view(torch.uint8)) for part, same in zip(parts, kept, strict=True)
+    )
+
+
 def test_the_definition_can_be_forced_everywhere(monkeypatch):
     weight = random(3, 130)
     pair = fp8.quantize(weight)

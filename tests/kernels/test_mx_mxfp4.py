@@ -296,6 +296,19 @@ def test_the_form_for_other_devices_equals_the_one_for_this():
         assert torch.equal(scale, mxfp4.quantize(weight).scale.flatten())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_given_is_never_changed(dtype):
+    weight = random(4, 64, dtype=dtype)
+    before = weight.clone()
+    parts = mxfp4.quantize(weight)
+    assert torch.equal(weight, before)
+    kept = [part.clone() for part in parts]
+    mxfp4.dequantize(*parts)
+    assert all(
+        torch.equal(part.view(torch.uint8), same.view(torch.uint8)) for part, same in zip(parts, kept, strict=True)
+    )
+
+
 def test_the_definition_can_be_forced_everywhere(monkeypatch):
     weight = random(3, 2, 64)
     pair = mxfp4.quantize(weight)

@@ -17,13 +17,14 @@ from torch import Tensor
 from triax.errors import CheckpointError
 from triax.kernels.mx import reference, refuse
 from triax.kernels.mx.reference import GROUP
-from triax.kernels.mx.spread import PIECE, spread
+from triax.kernels.mx.spread import pieces, spread
 
 __all__ = ["GROUP", "Int4", "dequantize", "quantize"]
 
 WORD = 8  # codes in a word of 32 bits
 ZERO = 8  # what the integer 0 is stored as
 LARGEST = 7
+INTEGER = 1.5 * 2.0**23  # a small fp32 number plus this is rounded to an integer, which stands in the lowest bits
 SMALLEST_SCALE = torch.finfo(torch.bfloat16).tiny
 
 
@@ -56,29 +57,33 @@ def quantize(weight: Shaped[Tensor, "..."], *, name: str = "weight", threads: in
             "keep it in bf16"
         )
     weight = weight.detach()
-    if not weight.isfinite().all():
-        raise refuse.not_finite(weight, name)
     rows, columns = weight.shape
     shape = torch.tensor([rows, columns], dtype=torch.int32)
     if os.environ.get("TRIAX_KERNELS") == "reference" and weight.numel():
+        if not weight.isfinite().all():
+            raise refuse.not_finite(weight, name)
         packed, scale = reference.quantize_int4(weight.cpu())
         return Int4(packed.to(weight.device), scale.to(weight.device), shape)
-    flat = weight.reshape(-1)
-    packed = torch.empty(flat.numel() // 2, dtype=torch.uint8, device=weight.device)
-    scale = torch.empty(flat.numel() // GROUP, dtype=torch.bfloat16, device=weight.device)
+    groups = weight.reshape(-1, GROUP)
+    packed = torch.empty(len(groups), GROUP // 2, dtype=torch.uint8, device=weight.device)
+    largest = torch.empty(len(groups), device=weight.device)
 
-    def part(start: int, stop: int) -> None:
-        for at in range(start, stop, PIECE):
-            end = min(at + PIECE, stop)
-            groups = flat[at:end].view(-1, GROUP).float()
-            largest = groups.abs().amax(1)
-            stored = (largest / LARGEST).bfloat16().clamp_(min=SMALLEST_SCALE).masked_fill_(largest == 0, 1.0)
-            number = (groups / stored[:, None].float()).round_().clamp_(-LARGEST - 1, LARGEST)
-            low, high = number.add_(ZERO).to(torch.uint8).view(-1, 2).unbind(1)
-            packed[at // 2 : end // 2] = low | high << 4
-            scale[at // GROUP : end // GROUP] = stored
+    def measure(start: int, stop: int) -> None:
+        for part in pieces(start, stop, GROUP):
+            largest[part] = groups[part].float().abs().amax(1)
 
-    spread(flat.numel(), part, threads)
+    spread(weight.numel(), measure, threads)
+    if not largest.isfinite().all():
+        raise refuse.not_finite(weight, name)
+    scale = (largest / LARGEST).bfloat16().clamp_(min=SMALLEST_SCALE).masked_fill_(largest == 0, 1.0)
+
+    def write(start: int, stop: int) -> None:
+        for part in pieces(start, stop, GROUP):
+            number = (groups[part].float() / scale[part, None].float()).add_(INTEGER + ZERO)
+            two = number.view(torch.int32).to(torch.uint8).view(torch.int16)
+            packed[part] = (two | two >> 4).to(torch.uint8)
+
+    spread(weight.numel(), write, threads)
     return Int4(packed.view(torch.int32).view(rows, columns // WORD), scale.view(rows, columns // GROUP), shape)
 
 
@@ -122,17 +127,16 @@ def dequantize(
     if os.environ.get("TRIAX_KERNELS") == "reference" and packed.numel():
         out.copy_(reference.dequantize_int4(packed.cpu(), scale.cpu()).float())
     else:
-        pairs, scales, target = packed.reshape(-1).view(torch.uint8), scale.reshape(-1).float(), out.view(-1)
+        pairs, scales = packed.reshape(-1, GROUP // WORD).view(torch.uint8), scale.reshape(-1).float()
+        target = out.view(-1, GROUP)
         ready = _pairs(packed.device)
 
-        def part(start: int, stop: int) -> None:
-            for at in range(start, stop, PIECE):
-                end = min(at + PIECE, stop)
-                words = ready.index_select(0, pairs[at // 2 : end // 2].int())
-                number = words.view(torch.float32).view(-1, GROUP).mul_(scales[at // GROUP : end // GROUP, None])
-                target[at:end] = number.view(-1)
+        def read(start: int, stop: int) -> None:
+            for part in pieces(start, stop, GROUP):
+                words = ready.index_select(0, pairs[part].reshape(-1).int())
+                target[part] = words.view(torch.float32).view(-1, GROUP).mul_(scales[part, None])
 
-        spread(out.numel(), part, threads)
+        spread(out.numel(), read, threads)
     # The largest integer is -8; a look at every weight is needed only if it may have become infinite.
     if scale.numel() and (scale.float().max() * 8).to(dtype).isinf() and not out.isfinite().all():
         raise refuse.not_finite(out, name)

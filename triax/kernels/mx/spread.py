@@ -1,6 +1,6 @@
 """Work on long tensors in pieces that stay in a core's cache, shared among threads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -28,3 +28,9 @@ def spread(length: int, work: Callable[[int, int], None], threads: int | None = 
     with ThreadPoolExecutor(count, thread_name_prefix="mx") as pool:
         for done in [pool.submit(work, start, stop) for start, stop in pairwise(cuts)]:
             done.result()
+
+
+def pieces(start: int, stop: int, group: int) -> Iterator[slice]:
+    """Return the pieces of a part, counted in groups of so many values."""
+    for at in range(start, stop, PIECE):
+        yield slice(at // group, min(at + PIECE, stop) // group)
