@@ -196,11 +196,13 @@ def test_without_a_board_the_alpha_channel_is_dropped():
     assert (pixels(read_image(saved(Image.fromarray(source)), K25)) == 90).all()
 
 
-@pytest.mark.parametrize("mode", ["P", "L", "LA", "I;16"])
+@pytest.mark.parametrize("mode", ["P", "L", "LA", "RGBa", "I;16"])
 def test_other_kinds_of_transparency_show_the_board_too(mode):
     if mode == "P":
         image = Image.fromarray(np.zeros((28, 28), dtype=np.uint8)).convert("P")
         file = saved(image, transparency=0)
+    elif mode == "RGBa":
+        file = Image.new("RGBA", (28, 28), (9, 9, 9, 0)).convert("RGBa")
     elif mode == "LA":
         file = saved(Image.new("LA", (28, 28), (0, 0)))
     elif mode == "L":

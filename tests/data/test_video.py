@@ -1,5 +1,6 @@
 """Videos: which frames are looked at, when they are shown, and files that are no videos."""
 
+import struct
 import sys
 from fractions import Fraction
 from io import BytesIO
@@ -24,8 +25,8 @@ def av():
     return pytest.importorskip("av", reason="videos need PyAV: pip install 'triax[video]'")
 
 
-def recorded(av, num_frames, rate, size=(64, 48), kind="mp4"):
-    """A video whose frame `n` is grey of level 10 + 5 n."""
+def recorded(av, num_frames, rate, size=(64, 48), kind="mp4", right=None):
+    """A video whose frame `n` is grey of level 10 + 5 n, with a right half of its own if asked for."""
     file = BytesIO()
     with av.open(file, "w", format=kind) as container:
         stream = container.add_stream("mpeg4", rate=Fraction(rate))
@@ -34,6 +35,8 @@ def recorded(av, num_frames, rate, size=(64, 48), kind="mp4"):
         container.start_encoding()
         for number in range(num_frames):
             pixels = np.full((size[1], size[0], 3), 10 + STEP * number, dtype=np.uint8)
+            if right is not None:
+                pixels[:, size[0] // 2 :] = right
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
     return file.getvalue()
@@ -77,6 +80,19 @@ def test_one_frame_is_a_picture(av):
     patches, grids = lay_out([clip, picture])
     assert grids == (clip.grid, picture.grid)
     assert len(patches) == 48
+
+
+def test_a_video_from_a_phone_held_upright_is_seen_upright(av):
+    """Its frames are stored lying on their side, with the turn written in the track's header."""
+    file = bytearray(recorded(av, 4, 2, size=(64, 48), right=200))
+    lying = read_video(bytes(file))[0]
+    matrix = file.index(b"tkhd") + 44
+    file[matrix : matrix + 36] = struct.pack(">9i", 0, 1 << 16, 0, -(1 << 16), 0, 0, 48 << 16, 0, 1 << 30)
+    upright = read_video(bytes(file))[0]
+    assert (lying.grid, upright.grid) == ((4, 4, 6), (4, 6, 4))
+    frame = upright.patches[:24].reshape(6, 4, 3, 14, 14).permute(2, 0, 3, 1, 4).reshape(3, 84, 56)[0] * 0.5 + 0.5
+    assert (frame[2:30, :44] < 0.2).all()  # what was left is above
+    assert (frame[34:62, :44] > 0.6).all()  # what was right is below: turned clockwise
 
 
 def test_frames_are_made_smaller_than_pictures(av):

@@ -227,7 +227,7 @@ def _to_bytes(image: Image.Image, name: str) -> Image.Image:
         return image.convert("LA")
     if image.mode in ("P", "PA"):
         return image.convert("RGBA" if has_key or image.mode == "PA" else "RGB")
-    return image.convert({"La": "LA", "RGBa": "RGBA"}[image.mode]) if image.mode in ("La", "RGBa") else image
+    return image.convert(image.mode.upper()) if image.mode.endswith("a") else image  # premultiplied alpha
 
 
 def _flatten(image: Image.Image, fitted: Fit, settings: Images) -> np.ndarray:

@@ -63,6 +63,9 @@ def build(recipe: Recipe, run_dir: Path, say: Callable[[str], None]) -> Parts:
         model = Decoder(recipe.model)
     counted = sheet(recipe.model, recipe.data.seq_len)
     say(f"model: {short(counted.parameters)} parameters, {short(counted.active_parameters)} active, on {device}")
+    if model.vision is not None:
+        model.vision.requires_grad_(False)
+        say("vision: the text holds no pictures, so the tower is frozen: it costs no gradients and no optimiser state")
     optimizer = build_optimizer(model, recipe.optim)
     return Parts(corpus, tokenizer, loader, held_out, num_bytes / num_tokens, model, optimizer)
 
