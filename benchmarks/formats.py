@@ -17,11 +17,11 @@ SECTIONS: dict[str, Callable[[], Mapping[str, object]]] = {"mx": mx, "tokenizer"
 def main() -> None:
     """Run the sections that were named, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "sections", nargs="*", choices=[*SECTIONS, []], metavar="section", help="all of them if none is named"
-    )
+    parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; all if none is named")
     parser.add_argument("--json", action="store_true", help="end with one JSON object of all figures")
     words = parser.parse_args()
+    if unknown := set(words.sections) - SECTIONS.keys():
+        parser.error(f"no such section: {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
     result = {name: SECTIONS[name]() for name in words.sections or SECTIONS}
     if words.json:
         print(json.dumps(result, indent=1))
