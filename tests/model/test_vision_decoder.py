@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from triax.config.load import load_model
 from triax.config.model import Model
 from triax.config.optim import MuonClip
+from triax.config.vision import Vision
 from triax.errors import ConfigError
 from triax.model.count import sheet, tree, weights
 from triax.model.decoder import Decoder
@@ -168,6 +170,14 @@ def test_the_sheet_lists_what_a_model_with_a_tower_holds(seeing, t0):
         assert counted.active_parameters == sheet(t0).active_parameters
         assert counted.parameters - sheet(t0).parameters == counted.parameters_by_part["vision"] > 0
         assert any("vision" in line for line in tree(settings))
+
+
+def test_k3_with_its_tower_has_the_published_totals():
+    k3 = load_model("k3").model_copy(update={"vision": Vision()})
+    counted = sheet(k3)
+    assert counted.parameters == 2_779_931_834_976
+    assert counted.active_parameters == 104_189_612_640
+    assert counted.num_tensors == 249_756 + 168
 
 
 def test_gradient_norms_of_the_tower_stand_apart(seeing):
