@@ -1,0 +1,35 @@
+"""The extra sinks are tried with the real packages: what they wrote is read back."""
+
+import pytest
+
+from triax.train.metrics import TensorBoard, WeightsAndBiases
+
+STEPS = [{"train/loss": 2.5, "router/load_cv_per_layer": [0.1, 0.2]}, {"train/loss": 2.25}]
+
+
+def test_tensorboard_reads_back_every_number_and_forgets_the_steps_after_a_resume(tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    first = TensorBoard(tmp_path)
+    for step, metrics in enumerate([*STEPS, {"train/loss": 9.0}], start=1):
+        first.write(step, metrics)
+    first.close()
+    resumed = TensorBoard(tmp_path, after_step=2)
+    resumed.write(3, {"train/loss": 2.0})
+    resumed.close()
+    read = events.EventAccumulator(str(tmp_path))
+    read.Reload()
+    assert [(event.step, event.value) for event in read.Scalars("train/loss")] == [(1, 2.5), (2, 2.25), (3, 2.0)]
+    assert [event.value for event in read.Scalars("router/load_cv_per_layer/1")] == pytest.approx([0.2])
+
+
+def test_weights_and_biases_keeps_a_run_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    sink = WeightsAndBiases("triax", tmp_path, {"model": {"width": 8}})
+    for step, metrics in enumerate(STEPS, start=1):
+        sink.write(step, metrics)
+    sink.close()
+    (kept,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert b"router/load_cv_per_layer/1" in kept.read_bytes()
+    assert b"2.25" in kept.read_bytes()
