@@ -2,7 +2,9 @@
 
 import math
 import os
+import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -50,7 +52,9 @@ def kda(
     read_t = memory_t^T query_t
 
     Gradients reach every tensor given. The memory is kept in fp32, or fp64 if an input is fp64, also under autocast.
-    With `TRIAX_KERNELS=reference` in the environment the definition runs token by token.
+    On a GPU kernels do the work, with bf16 products where query, key and value are bf16; for shapes they cannot take
+    the chunk form runs, with one warning. With `TRIAX_KERNELS=reference` in the environment the definition runs token
+    by token.
 
     Args:
         query: Where to read; scaled by the caller.
@@ -82,6 +86,25 @@ def kda(
     if len(query) and starts == tuple(range(len(starts))):
         read, memory = decode(query, key, value, log_decay, beta, state)
         return KdaResult(read, memory, memory[[p - 1 for p in states_at]])
+    if query.is_cuda and chunk is None:
+        reason = "this installation without Triton"
+        if find_spec("triton") is not None:
+            from triax.kernels.kda import flash
+
+            reason = flash.unsupported(query, key, value)
+        if reason is None:
+            return flash.kda(
+                query,
+                key,
+                value,
+                log_decay,
+                beta,
+                state,
+                starts,
+                lowest_log_decay=lowest_log_decay,
+                states_at=states_at,
+            )
+        warnings.warn(f"kernels.kda: no GPU kernel for {reason}; the chunk form runs instead", stacklevel=2)
     widest = max(key.shape[2], value.shape[2], 1)
     on_cpu = query.device.type == "cpu"
     if chunk is None:

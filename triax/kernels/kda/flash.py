@@ -1,0 +1,318 @@
+"""Kimi Delta Attention on a GPU: all chunks prepared at once, then one walk a head with the state in registers."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from triax.errors import UnsupportedError
+from triax.kernels.kda.flash_backward import gradients, scan_back
+from triax.kernels.kda.flash_forward import prepare, scan
+from triax.kernels.kda.reference import KdaResult
+
+CHUNK = 64
+LOWEST_ANCHORED = -5.0  # 16 steps from the middle of a tile, e^80, are inside bf16's range
+SIZES = (32, 64, 128)
+FEW_HEADS = 66  # half the multiprocessors of an H200
+
+
+class RunTable(NamedTuple):
+    """Chunks of a stream in its order, and runs of chunks: what lies between two places where a state is wanted."""
+
+    first: Int[Tensor, " chunks"]
+    """First token of each chunk."""
+    count: Int[Tensor, " chunks"]
+    """Tokens in each chunk."""
+    runs: Int[Tensor, " N_1"]
+    """First run of each sequence, and the number of runs."""
+    run_first: Int[Tensor, " runs"]
+    run_tokens: Int[Tensor, " runs"]
+    run_chunk: Int[Tensor, " runs"]
+    """First token, tokens and first chunk of each run."""
+    run_slot: Int[Tensor, " runs"]
+    """Where the state after each run is kept: sequence n ends in slot n, other places follow."""
+    num_slots: int
+    interior: tuple[int, ...]
+    """Slot of each wanted state."""
+
+
+@lru_cache(maxsize=32)
+def run_table(starts: tuple[int, ...], states_at: tuple[int, ...], device: torch.device) -> RunTable:
+    """Cut a stream; the layers of a network ask for the same few tables again and again, hence the cache."""
+    first: list[int] = []
+    count: list[int] = []
+    runs, run_first, run_tokens, run_chunk, run_slot = [0], [], [], [], []
+    slots: dict[int, int] = {}
+    num_slots = len(starts) - 1
+    for sequence, (begin, end) in enumerate(pairwise(starts)):
+        places = sorted({begin, end, *(p for p in states_at if begin < p < end)})
+        for low, high in pairwise(places):
+            run_first.append(low)
+            run_tokens.append(high - low)
+            run_chunk.append(len(first))
+            slots[high] = sequence if high == end else num_slots
+            num_slots += high != end
+            run_slot.append(slots[high])
+            first += range(low, high, CHUNK)
+            count += (min(CHUNK, high - t) for t in range(low, high, CHUNK))
+        runs.append(len(run_first))
+    lists = (first, count, runs, run_first, run_tokens, run_chunk, run_slot)
+    tensors = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in lists)
+    return RunTable(*tensors, num_slots, tuple(slots[p] for p in states_at))
+
+
+def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """Say what of these inputs the kernels cannot take, if anything."""
+    if torch.float64 in (query.dtype, key.dtype, value.dtype):
+        return "dtype `float64`"
+    if key.shape[-1] not in SIZES or value.shape[-1] not in SIZES:
+        return f"head sizes `{key.shape[-1]}` and `{value.shape[-1]}`"
+    return None
+
+
+def kda(
+    query: Float[Tensor, "T H K"],
+    key: Float[Tensor, "T H K"],
+    value: Float[Tensor, "T H V"],
+    log_decay: Float[Tensor, "T H K"],
+    beta: Float[Tensor, "T H"],
+    state: Float[Tensor, "N H K V"] | None,
+    starts: Sequence[int],
+    *,
+    lowest_log_decay: float = float("-inf"),
+    states_at: Sequence[int] = (),
+) -> KdaResult:
+    """Compute what `triax.kernels.kda.kda` describes with the GPU kernels or not at all.
+
+    Products use bf16 operands and fp32 sums when query, key and value are bf16, and fp32 throughout otherwise.
+
+    Raises:
+        UnsupportedError: The kernels have no form for this dtype or head size.
+    """
+    reason = unsupported(query, key, value)
+    if reason is not None:
+        raise UnsupportedError(
+            f"kernels.kda.flash: no kernel for {reason}; head sizes are {SIZES}, dtypes bf16 and fp32; call "
+            "`triax.kernels.kda.kda`, which falls back to the chunk form"
+        )
+    inputs = (query, key, value, log_decay, beta, state)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    bounded = lowest_log_decay >= LOWEST_ANCHORED
+    read, final, interior, *_ = kda_flash(*inputs, list(starts), list(states_at), bounded, keep)
+    return KdaResult(read, final, interior)
+
+
+@contextmanager
+def _assembler() -> Iterator[None]:
+    """Assemble with ptxas 12.9, which Triton's wheel carries too.
+
+    From these kernels its 12.8 makes code that reads a uniform register before writing it: a matrix product then takes
+    its operand from anywhere in shared memory, and the kernel faults or, worse, does not.
+    """
+    tools = triton.knobs.nvidia
+    with tools.scope():
+        tools.ptxas = tools.ptxas_blackwell.path
+        yield
+
+
+class _Launch(NamedTuple):
+    """Inputs in the dtype of the products, and how to cut the work."""
+
+    streams: tuple[Tensor, ...]
+    precision: str
+    value_tile: int
+    scan_warps: int
+    stages: int
+    channel_tile: int
+
+
+def _launch(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> _Launch:
+    dtype = _product_dtype(query, key, value)
+    streams = tuple(_last_contiguous(x.to(dtype)) for x in (query, key, value))
+    gates = tuple(_last_contiguous(x if x.dtype == torch.bfloat16 else x.float()) for x in (log_decay, beta))
+    channels, width = key.shape[2], value.shape[2]
+    exact = dtype == torch.float32
+    # One program for all values of a head reads its chunks once; with few heads, two fill more of the GPU.
+    value_tile = 128 if width == 128 and not exact and key.shape[1] > FEW_HEADS else min(width, 64)
+    return _Launch(
+        (*streams, *gates),
+        "tf32x3" if exact else "tf32",
+        value_tile,
+        8 if value_tile == 128 else 4,
+        1 if exact else 2,
+        min(channels, 32),
+    )
+
+
+def _product_dtype(*streams: Tensor) -> torch.dtype:
+    return torch.bfloat16 if all(x.dtype == torch.bfloat16 for x in streams) else torch.float32
+
+
+def _last_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(n for x in tensors for n in x.stride()[:2])
+
+
+class _Prepared(NamedTuple):
+    """What the walks need of each chunk and head."""
+
+    keys: Tensor
+    queries: Tensor
+    writes: Tensor
+    reads: Tensor
+    inverse: Tensor
+    decay: Tensor
+
+
+def _prepare(launch: _Launch, table: RunTable, bounded: bool) -> _Prepared:
+    query, key, _, log_decay, beta = launch.streams
+    heads, channels = key.shape[1:]
+    chunks = len(table.first)
+    rows = [key.new_empty(chunks, heads, CHUNK, channels) for _ in range(3)]
+    squares = [key.new_empty(chunks, heads, CHUNK, CHUNK) for _ in range(2)]
+    prepared = _Prepared(*rows, *squares, key.new_empty(chunks, heads, channels, dtype=torch.float32))
+    if chunks * heads:
+        with _assembler():
+            prepare[(chunks * heads,)](
+                query, key, log_decay, beta, table.first, table.count, *prepared,
+                *_strides(query, key, log_decay, beta), heads, channels, min(channels, 32), bounded, launch.precision,
+                num_warps=4, num_stages=1,
+            )  # fmt: skip
+    return prepared
+
+
+@torch.library.custom_op("triax::kda_flash", mutates_args=())
+def kda_flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    starts: Sequence[int],
+    states_at: Sequence[int],
+    bounded: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return what was read, the last states, those wanted, and for the backward pass all chunks' states and writes."""
+    table = run_table(tuple(starts), tuple(states_at), query.device)
+    launch = _launch(query, key, value, log_decay, beta)
+    values, betas = launch.streams[2], launch.streams[4]
+    heads, channels, width = *key.shape[1:], value.shape[2]
+    sequences, chunks = len(starts) - 1, len(table.first) if keep else 0
+    if state is None:
+        state = key.new_zeros(sequences, heads, channels, width, dtype=torch.float32)
+    state = state.float().contiguous()
+    read = value.new_empty(value.shape)
+    ends = state.new_empty(table.num_slots, heads, channels, width)
+    states = values.new_empty(chunks, heads, width, channels)
+    written = values.new_empty(chunks, heads, CHUNK, width)
+    prepared = _prepare(launch, table, bounded)
+    if sequences * heads:
+        with _assembler():
+            scan[(width // launch.value_tile * heads * sequences,)](
+                values, betas, state, *table[2:7], *prepared, read, states, written, ends,
+                *_strides(values, betas, read), heads, channels, width, launch.value_tile, launch.precision, keep,
+                num_warps=launch.scan_warps, num_stages=launch.stages,
+            )  # fmt: skip
+    final = ends[:sequences].clone() if table.num_slots > sequences else ends
+    return read, final, ends[list(table.interior)], states, written
+
+
+@torch.library.custom_op("triax::kda_flash_backward", mutates_args=())
+def kda_flash_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    written: Tensor,
+    d_read: Tensor,
+    d_final: Tensor,
+    d_interior: Tensor,
+    starts: Sequence[int],
+    states_at: Sequence[int],
+    bounded: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Prepare the chunks again, walk back with the state's gradient, then everything else at once."""
+    table = run_table(tuple(starts), tuple(states_at), query.device)
+    launch = _launch(query, key, value, log_decay, beta)
+    tokens, heads, channels, width = *key.shape, value.shape[2]
+    sequences, chunks = len(starts) - 1, len(table.first)
+    d_ends = d_final.new_zeros(table.num_slots, heads, channels, width, dtype=torch.float32)
+    d_ends[:sequences] = d_final
+    for slot, gradient in zip(table.interior, d_interior, strict=True):
+        d_ends[slot] += gradient
+    d_read = _last_contiguous(d_read.to(states.dtype))
+    d_states, d_errors = torch.empty_like(states), torch.empty_like(written)
+    d_state = torch.empty_like(d_ends[:sequences])
+    prepared = _prepare(launch, table, bounded)
+    if sequences * heads:
+        with _assembler():
+            scan_back[(width // launch.value_tile * heads * sequences,)](
+                d_read, d_ends, *table[2:7], *prepared, d_errors, d_states, d_state, *_strides(d_read),
+                heads, channels, width, launch.value_tile, launch.precision,
+                num_warps=launch.scan_warps, num_stages=launch.stages,
+            )  # fmt: skip
+    del prepared
+    outputs = [x.new_empty(x.shape) for x in (query, key, value, log_decay)]
+    pieces = channels // launch.channel_tile
+    of_beta = d_ends.new_empty(pieces, tokens, heads)
+    if chunks * heads:
+        with _assembler():
+            gradients[(pieces * chunks * heads,)](
+                *launch.streams, d_read, table.first, table.count, states, written, d_errors, d_states,
+                *outputs, of_beta, *_strides(*launch.streams, d_read), tokens, heads, channels, width,
+                launch.channel_tile, bounded, launch.precision, num_warps=4, num_stages=1,
+            )  # fmt: skip
+    return *outputs, of_beta.sum(0).to(beta.dtype), d_state
+
+
+@kda_flash.register_fake
+def _(query, key, value, log_decay, beta, state, starts, states_at, bounded, keep):
+    heads, channels, width = *key.shape[1:], value.shape[2]
+    places = [sorted({low, high, *(p for p in states_at if low < p < high)}) for low, high in pairwise(starts)]
+    chunks = sum(-(-(b - a) // CHUNK) for p in places for a, b in pairwise(p)) if keep else 0
+    dtype = _product_dtype(query, key, value)
+
+    def memories(count: int) -> Tensor:
+        return key.new_empty(count, heads, channels, width, dtype=torch.float32)
+
+    return (
+        value.new_empty(value.shape),
+        memories(len(starts) - 1),
+        memories(len(states_at)),
+        key.new_empty(chunks, heads, width, channels, dtype=dtype),
+        key.new_empty(chunks, heads, CHUNK, width, dtype=dtype),
+    )
+
+
+@kda_flash_backward.register_fake
+def _(query, key, value, log_decay, beta, states, written, d_read, d_final, *_rest):
+    inputs = (query, key, value, log_decay, beta)
+    return *(x.new_empty(x.shape) for x in inputs), d_final.new_empty(d_final.shape, dtype=torch.float32)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:5], *output[3:])
+    ctx.mark_non_differentiable(*output[3:])
+    ctx.state_dtype = None if inputs[5] is None else inputs[5].dtype
+    ctx.numbers = inputs[6:9]
+
+
+def _backward(ctx: Any, d_read: Tensor, d_final: Tensor, d_interior: Tensor, *_rest: Tensor) -> tuple[Any, ...]:
+    *streams, d_state = kda_flash_backward(*ctx.saved_tensors, d_read, d_final, d_interior, *ctx.numbers)
+    return *streams, None if ctx.state_dtype is None else d_state.to(ctx.state_dtype), None, None, None, None
+
+
+kda_flash.register_autograd(_backward, setup_context=_save)

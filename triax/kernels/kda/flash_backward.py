@@ -1,0 +1,195 @@
+"""The backward kernels of the flash form: walk back with the state's gradient, then all other gradients at once."""
+
+import triton
+import triton.language as tl
+
+from triax.kernels.kda.flash_forward import add_rows, binary_gates, crossing, since_tile
+
+
+@triton.jit
+def scan_back(
+    dout, dends, runs, run_first, run_tokens, run_chunk, run_slot, Kt, Qt, Kh, M, X, decay, R, dS, dstate,
+    ot, oh,
+    H, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Walk one head of one sequence backwards; keeps the gradients of each chunk's last state and of its errors."""
+    program = tl.program_id(0)
+    column = program % (V // BV) * BV + tl.arange(0, BV)
+    owner = (program // (V // BV)).to(tl.int64)
+    s = owner // H
+    h = owner % H
+    E: tl.constexpr = Kt.dtype.element_ty
+    c = tl.arange(0, K)
+    r = tl.arange(0, 64)
+    cell = column[:, None] + c[None, :] * V
+    rows = r[:, None] * K + c[None, :]
+    square = r[:, None] * 64 + r[None, :]
+    begin = tl.load(runs + s)
+    end = tl.load(runs + s + 1)
+    G = tl.zeros((BV, K), tl.float32)
+    if begin == end:
+        G = tl.load(dends + owner * (K * V) + cell)
+    for back in range(0, end - begin):
+        run = end - 1 - back
+        where = tl.load(run_slot + run).to(tl.int64)
+        G += tl.load(dends + (where * H + h) * (K * V) + cell)
+        start = tl.load(run_first + run).to(tl.int64)
+        tokens = tl.load(run_tokens + run)
+        chunk = tl.load(run_chunk + run).to(tl.int64)
+        num = tl.cdiv(tokens, 64)
+        for i in range(0, num):
+            j = num - 1 - i
+            n = (chunk + j) * H + h
+            t = start + j * 64
+            on = r < tokens - j * 64
+            place = dout + t * ot + h * oh + (r[:, None] * ot + column[None, :])
+            D = tl.trans(tl.load(place, mask=on[:, None], other=0.0))
+            writes = tl.load(Kh + n * (64 * K) + rows)
+            reads = tl.load(M + n * (64 * 64) + square)
+            inverse = tl.load(X + n * (64 * 64) + square)
+            queries = tl.load(Qt + n * (64 * K) + rows)
+            keys = tl.load(Kt + n * (64 * K) + rows)
+            kept = tl.load(decay + n * K + c)
+            Ge = G.to(E)
+            tl.store(dS + n * (K * V) + (column[:, None] * K + c[None, :]), Ge)
+            dU = tl.dot(D, reads, input_precision=PRECISION)
+            dU = tl.dot(Ge, tl.trans(writes), dU, input_precision=PRECISION)
+            dR = tl.dot(dU.to(E), inverse, input_precision=PRECISION).to(E)
+            G = tl.dot(D, queries, G * kept[None, :], input_precision=PRECISION)
+            G = tl.dot(-dR, keys, G, input_precision=PRECISION)
+            tl.store(R + n * (64 * V) + (r[None, :] * V + column[:, None]), dR)
+    tl.store(dstate + owner * (K * V) + cell, G)
+
+
+@triton.jit
+def gradients(
+    q, k, v, g, beta, dout, first, count, states, Us, R, dS, dq, dk, dv, dg, db,
+    qt, qh, kt, kh, vt, vh, gt, gh, bt, bh, ot, oh, T,
+    H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All gradients of a chunk and head on BK key channels, and on as large a share of the values."""
+    piece = tl.program_id(0) % (K // BK)
+    slot = (tl.program_id(0) // (K // BK)).to(tl.int64)
+    n = slot // H
+    h = slot % H
+    start = tl.load(first + n).to(tl.int64)
+    length = tl.load(count + n)
+    E: tl.constexpr = states.dtype.element_ty
+    EXACT: tl.constexpr = tl.float32 == E
+    BZ: tl.constexpr = V * BK // K
+    BV: tl.constexpr = 64 if V > 64 else V
+    r = tl.arange(0, 64)
+    i = r[None, :]
+    c = piece * BK + tl.arange(0, BK)
+    live = r < length
+    on = live[:, None]
+    q += start * qt + h * qh
+    k += start * kt + h * kh
+    v += start * vt + h * vh
+    g += start * gt + h * gh
+    dout += start * ot + h * oh
+    Us += slot * (64 * V)
+    R += slot * (64 * V)
+    states += slot * (K * V)
+    dS += slot * (K * V)
+    dq += (start * H + h) * K
+    dk += (start * H + h) * K
+    dg += (start * H + h) * K
+    dv += (start * H + h) * V
+    b = tl.load(beta + start * bt + h * bh + r * bt, mask=live, other=0.0).to(tl.float32)[:, None]
+    second = (r >= 32)[:, None]
+    far = second & (i < 32)
+    y = r[:, None] * (H * K) + c[None, :]
+
+    gates = binary_gates(tl.load(g + (r[:, None] * gt + c[None, :]), mask=on, other=0.0), EXACT)
+    first_sum = tl.sum(tl.where(second, 0.0, gates), axis=0)
+    second_sum = tl.sum(tl.where(second, gates, 0.0), axis=0)
+    since = since_tile(gates, EXACT)
+    tile_sum = tl.where(second, second_sum[None, :], first_sum[None, :])
+    from_start = tl.where(second, tl.exp2(first_sum)[None, :], 1.0)
+    until_end = tl.where(second, 1.0, tl.exp2(second_sum)[None, :])
+
+    # First what the reads give. At most 64 values at a time, which bounds the registers.
+    pairs = tl.zeros((64, 64), tl.float32)
+    of_query = tl.zeros((64, BK), tl.float32)
+    for tile in tl.static_range(0, V, BV):
+        z = tile + tl.arange(0, BV)
+        D = tl.load(dout + (r[:, None] * ot + z[None, :]), mask=on, other=0.0)
+        U = tl.load(Us + (r[:, None] * V + z[None, :]))
+        pairs = tl.dot(D, tl.trans(U), pairs, input_precision=PRECISION)
+        S = tl.load(states + (z[:, None] * K + c[None, :]))
+        of_query = tl.dot(D, S, of_query, input_precision=PRECISION)
+    # A token's own <q_t, k_t> has no decay: kept out of the products, it leaves no rounding in the decay's gradient.
+    own = tl.sum(tl.where(r[:, None] == i, pairs, 0.0), axis=1)[:, None]
+    key = tl.load(k + (r[:, None] * kt + c[None, :]), mask=on, other=0.0).to(tl.float32)
+    query = tl.load(q + (r[:, None] * qt + c[None, :]), mask=on, other=0.0).to(tl.float32)
+    cross = tl.exp2(tl.where(second, since, tile_sum - since))
+    of_query *= tl.exp2(since) * from_start
+    taken = tl.where(far, pairs, 0.0).to(E)
+    of_query += tl.dot(taken, (key * cross).to(E), input_precision=PRECISION) * cross
+    of_column = tl.dot(tl.trans(taken), (query * cross).to(E), input_precision=PRECISION) * cross
+    if BOUNDED:
+        taken = tl.where((r[:, None] > i) & (second == (i >= 32)), pairs, 0.0).to(E)
+        up = tl.exp2(since - 0.5 * tile_sum)
+        down = tl.exp2(0.5 * tile_sum - since)
+        of_query += tl.dot(taken, (key * down).to(E), input_precision=PRECISION) * up
+        of_column += tl.dot(tl.trans(taken), (query * up).to(E), input_precision=PRECISION) * down
+    else:
+        for level in tl.static_range(0, 5):
+            taken = tl.where((r[:, None] > i) & (((r[:, None] >> level) ^ (i >> level)) == 1), pairs, 0.0).to(E)
+            x = tl.exp2(crossing(gates, 1 << level, EXACT))
+            of_query += tl.dot(taken, (key * x).to(E), input_precision=PRECISION) * x
+            of_column += tl.dot(tl.trans(taken), (query * x).to(E), input_precision=PRECISION) * x
+    tl.store(dq + y, (of_query + own * key).to(dq.dtype.element_ty), mask=on)
+    dG = query * of_query
+
+    # Then what the writes give. The rows' numbers anew, or 32 conditions a thread would wait in registers till here.
+    again = r[:, None] + tl.minimum(length, 0)
+    pairs = tl.zeros((64, 64), tl.float32)
+    of_row = tl.zeros((64, BK), tl.float32)
+    hat = tl.zeros((64, BK), tl.float32)
+    both = tl.zeros((BK,), tl.float32)
+    for tile in tl.static_range(0, V, BV):
+        z = tile + tl.arange(0, BV)
+        dR = tl.load(R + (r[:, None] * V + z[None, :]))
+        U = tl.load(Us + (r[:, None] * V + z[None, :]))
+        pairs = tl.dot(dR, tl.trans(U), pairs, input_precision=PRECISION)
+        S = tl.load(states + (z[:, None] * K + c[None, :]))
+        of_row = tl.dot(dR, S, of_row, input_precision=PRECISION)
+        G = tl.load(dS + (z[:, None] * K + c[None, :]))
+        hat = tl.dot(U, G, hat, input_precision=PRECISION)
+        both += tl.sum(S.to(tl.float32) * G.to(tl.float32), axis=0)
+    hat *= tl.exp2(tile_sum - since) * until_end
+    end = tl.sum(key * hat, axis=0) + tl.exp2(first_sum + second_sum) * both
+    of_column += hat
+    of_row *= tl.exp2(since) * from_start
+    bk = -b * key
+    cross = tl.exp2(tl.where(second, since, tile_sum - since))
+    taken = tl.where(far, pairs, 0.0).to(E)
+    of_row += tl.dot(taken, (key * cross).to(E), input_precision=PRECISION) * cross
+    of_column += tl.dot(tl.trans(taken), (bk * cross).to(E), input_precision=PRECISION) * cross
+    if BOUNDED:
+        taken = tl.where((again > i) & (second == (i >= 32)), pairs, 0.0).to(E)
+        up = tl.exp2(since - 0.5 * tile_sum)
+        down = tl.exp2(0.5 * tile_sum - since)
+        of_row += tl.dot(taken, (key * down).to(E), input_precision=PRECISION) * up
+        of_column += tl.dot(tl.trans(taken), (bk * up).to(E), input_precision=PRECISION) * down
+    else:
+        for level in tl.static_range(0, 5):
+            taken = tl.where((again > i) & (((again >> level) ^ (i >> level)) == 1), pairs, 0.0).to(E)
+            x = tl.exp2(crossing(gates, 1 << level, EXACT))
+            of_row += tl.dot(taken, (key * x).to(E), input_precision=PRECISION) * x
+            of_column += tl.dot(tl.trans(taken), (bk * x).to(E), input_precision=PRECISION) * x
+
+    share = piece * BZ + tl.arange(0, BZ)
+    part = tl.load(R + (r[:, None] * V + share[None, :])).to(tl.float32)
+    value = tl.load(v + (r[:, None] * vt + share[None, :]), mask=on, other=0.0).to(tl.float32)
+    tl.store(dv + (r[:, None] * (H * V) + share[None, :]), (b * part).to(dv.dtype.element_ty), mask=on)
+    of_beta = tl.sum(part * value, axis=1) - tl.sum(key * of_row, axis=1)
+    tl.store(db + (piece.to(tl.int64) * T + start) * H + h + r * H, of_beta, mask=live)
+    of_row *= -b
+    query = tl.load(q + (r[:, None] * qt + c[None, :]), mask=on, other=0.0).to(tl.float32)
+    tl.store(dk + y, (of_row + of_column + own * query).to(dk.dtype.element_ty), mask=on)
+    dG += key * (of_row - of_column)
+    dg_rows = add_rows(tl.where(r[:, None] <= i, 1.0, 0.0), dG, EXACT) + end[None, :]
+    tl.store(dg + y, dg_rows.to(dg.dtype.element_ty), mask=on)

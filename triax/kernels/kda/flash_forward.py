@@ -1,0 +1,219 @@
+"""The forward kernels of the flash form: prepare every chunk, then walk each sequence with its state in registers.
+
+A chunk is 64 rows in two tiles of 32. With c the log decay summed inside a tile up to a row, t its sum over the tile:
+anchored at the middle of the tile, e^(c - t/2) and e^(t/2 - c) stay inside the range of bf16 while no step is below
+-5.4, so a tile's products are one matrix product; e^c and e^(t - c), never above 1, serve all that crosses a tile's
+border.
+Without a bound the products are summed over halvings of the chunk, each anchored at the border in its middle.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def halves(x):
+    """Split fp32 numbers in two bf16 terms; together they keep 16 bits."""
+    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
+
+
+@triton.jit
+def add_rows(ones, x, EXACT: tl.constexpr):
+    """Multiply rows x [64, K] with a matrix of ones and zeros, which is exact in bf16."""
+    if EXACT:
+        return tl.dot(ones, x, input_precision="ieee")
+    ones = ones.to(tl.bfloat16)
+    high, low = halves(x)
+    return tl.dot(ones, high, tl.dot(ones, low))
+
+
+@triton.jit
+def binary_gates(g, EXACT: tl.constexpr):
+    """Log decays to base 2, rounded to what `add_rows` adds without error."""
+    gates = g.to(tl.float32) * 1.4426950408889634
+    if not EXACT:
+        gates = (gates.to(tl.int32, bitcast=True) & -256).to(tl.float32, bitcast=True)
+    return gates
+
+
+@triton.jit
+def since_tile(gates, EXACT: tl.constexpr):
+    """Sum the gates of a tile of 32 rows up to each row."""
+    r = tl.arange(0, 64)
+    t = r[:, None]
+    i = r[None, :]
+    return add_rows(tl.where((t // 32 == i // 32) & (t >= i), 1.0, 0.0), gates, EXACT)
+
+
+@triton.jit
+def crossing(gates, WIDTH: tl.constexpr, EXACT: tl.constexpr):
+    """Sum the gates between each row and the border in the middle of its block of 2 WIDTH rows."""
+    r = tl.arange(0, 64)
+    t = r[:, None]
+    i = r[None, :]
+    block = (t // (2 * WIDTH)) == (i // (2 * WIDTH))
+    in_second = (i // WIDTH) % 2 == 1
+    take = tl.where((t // WIDTH) % 2 == 1, in_second & (i <= t), (i > t) & (i % (2 * WIDTH) < WIDTH))
+    return add_rows(tl.where(block & take, 1.0, 0.0), gates, EXACT)
+
+
+@triton.jit
+def unit_lower_inverse(A, EXACT: tl.constexpr):
+    """Inverse of I + A for strictly lower A [64, 64]: from blocks of 1 to blocks of 64, nothing grows on the way."""
+    r = tl.arange(0, 64)
+    t = r[:, None]
+    i = r[None, :]
+    X = tl.where(t == i, 1.0, tl.where((t ^ i) == 1, -A, 0.0))
+    if EXACT:
+        for level in tl.static_range(1, 6):
+            all_below = tl.dot(X, tl.dot(A, X, input_precision="ieee"), input_precision="ieee")
+            X -= tl.where(((t >> level) ^ (i >> level)) == 1, all_below, 0.0)
+    else:
+        A_high, A_low = halves(A)
+        for level in tl.static_range(1, 6):
+            # Left factors keep 16 bits, right factors 8: measured as good as exact products for near-equal keys.
+            high, low = halves(X)
+            right = X.to(tl.bfloat16)
+            below = tl.dot(A_high, right, tl.dot(A_low, right)).to(tl.bfloat16)
+            X -= tl.where(((t >> level) ^ (i >> level)) == 1, tl.dot(high, below, tl.dot(low, below)), 0.0)
+    return X
+
+
+@triton.jit
+def prepare(
+    q, k, g, beta, first, count, Kt, Qt, Kh, M, X, decay,
+    qt, qh, kt, kh, gt, gh, bt, bh,
+    H, K: tl.constexpr, BK: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Everything of a chunk that does not depend on the state: one program a chunk and head, BK channels at a time."""
+    slot = tl.program_id(0).to(tl.int64)
+    n = slot // H
+    h = slot % H
+    start = tl.load(first + n).to(tl.int64)
+    length = tl.load(count + n)
+    E: tl.constexpr = Kt.dtype.element_ty
+    EXACT: tl.constexpr = tl.float32 == E
+    r = tl.arange(0, 64)
+    i = r[None, :]
+    live = r < length
+    on = live[:, None]
+    second = (r >= 32)[:, None]
+    b = tl.load(beta + start * bt + h * bh + r * bt, mask=live, other=0.0).to(tl.float32)[:, None]
+    A = tl.zeros((64, 64), tl.float32)
+    R = tl.zeros((64, 64), tl.float32)
+    c = tl.arange(0, BK)
+    decay += slot * K
+    g += start * gt + h * gh
+    k += start * kt + h * kh
+    q += start * qt + h * qh
+    Kt += slot * 64 * K
+    Qt += slot * 64 * K
+    Kh += slot * 64 * K
+    M += slot * 64 * 64
+    X += slot * 64 * 64
+    place = r[:, None] * K + c[None, :]
+    for piece in range(0, K, BK):
+        gates = binary_gates(tl.load(g + (r[:, None] * gt + (piece + c)[None, :]), mask=on, other=0.0), EXACT)
+        key = tl.load(k + (r[:, None] * kt + (piece + c)[None, :]), mask=on, other=0.0).to(tl.float32)
+        first_sum = tl.sum(tl.where(second, 0.0, gates), axis=0)
+        second_sum = tl.sum(tl.where(second, gates, 0.0), axis=0)
+        tl.store(decay + piece + c, tl.exp2(first_sum + second_sum))
+        since = since_tile(gates, EXACT)
+        tile_sum = tl.where(second, second_sum[None, :], first_sum[None, :])
+        fall = tl.exp2(tile_sum - since) * key
+        tl.store(Kh + (place + piece), (fall * tl.where(second, 1.0, tl.exp2(second_sum)[None, :])).to(E))
+        # The border between the tiles: rows of the second against columns of the first.
+        column = tl.trans(tl.where(second, 0.0, fall).to(E))
+        rise = tl.exp2(since)
+        from_start = tl.where(second, tl.exp2(first_sum)[None, :], 1.0)
+        scaled = rise * key
+        tl.store(Kt + (place + piece), (b * from_start * scaled).to(E))
+        A = tl.dot(tl.where(second, scaled, 0.0).to(E), column, A, input_precision=PRECISION)
+        query = tl.load(q + (r[:, None] * qt + (piece + c)[None, :]), mask=on, other=0.0).to(tl.float32)
+        scaled = rise * query
+        tl.store(Qt + (place + piece), (from_start * scaled).to(E))
+        R = tl.dot(tl.where(second, scaled, 0.0).to(E), column, R, input_precision=PRECISION)
+        if BOUNDED:
+            # Above the diagonal a product may be infinite, so what is not wanted there is selected away at the end;
+            # below it zeros leave it out.
+            since -= 0.5 * tile_sum
+            down = tl.exp2(-since) * key
+            up = tl.exp2(since)
+            column = tl.trans(down.to(E))
+            row = tl.where(second, 0.0, up)
+            A = tl.dot((key * row).to(E), column, A, input_precision=PRECISION)
+            R = tl.dot((query * row).to(E), column, R, input_precision=PRECISION)
+            column = tl.trans(tl.where(second, down, 0.0).to(E))
+            row = tl.where(second, up, 0.0)
+            A = tl.dot((key * row).to(E), column, A, input_precision=PRECISION)
+            R = tl.dot((query * row).to(E), column, R, input_precision=PRECISION)
+        else:
+            for level in tl.static_range(0, 5):
+                x = tl.exp2(crossing(gates, 1 << level, EXACT))
+                near = (r[:, None] > i) & (((r[:, None] >> level) ^ (i >> level)) == 1)
+                scaled = (key * x).to(E)
+                column = tl.trans(scaled)
+                A += tl.where(near, tl.dot(scaled, column, input_precision=PRECISION), 0.0)
+                R += tl.where(near, tl.dot((query * x).to(E), column, input_precision=PRECISION), 0.0)
+            R += tl.where(r[:, None] == i, tl.sum(query * key, axis=1)[:, None], 0.0)
+    square = r[:, None] * 64 + i
+    tl.store(M + square, tl.where(r[:, None] >= i, R, 0.0).to(E))
+    tl.store(X + square, unit_lower_inverse(tl.where(r[:, None] > i, A * b, 0.0), EXACT).to(E))
+
+
+@triton.jit
+def scan(
+    v, beta, state, runs, run_first, run_tokens, run_chunk, run_slot, Kt, Qt, Kh, M, X, decay, out, states, Us, ends,
+    vt, vh, bt, bh, ot, oh,
+    H, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """Walk one head of one sequence; the transposed state [BV, K] stays in registers, the left operand of products."""
+    program = tl.program_id(0)
+    column = program % (V // BV) * BV + tl.arange(0, BV)
+    owner = (program // (V // BV)).to(tl.int64)
+    s = owner // H
+    h = owner % H
+    E: tl.constexpr = Kt.dtype.element_ty
+    c = tl.arange(0, K)
+    r = tl.arange(0, 64)
+    cell = column[:, None] + c[None, :] * V
+    S = tl.load(state + owner * (K * V) + cell)
+    rows = r[:, None] * K + c[None, :]
+    square = r[:, None] * 64 + r[None, :]
+    begin = tl.load(runs + s)
+    end = tl.load(runs + s + 1)
+    if begin == end:
+        tl.store(ends + owner * (K * V) + cell, S)
+    for run in range(begin, end):
+        start = tl.load(run_first + run).to(tl.int64)
+        tokens = tl.load(run_tokens + run)
+        chunk = tl.load(run_chunk + run).to(tl.int64)
+        for j in range(0, tl.cdiv(tokens, 64)):
+            n = (chunk + j) * H + h
+            t = start + j * 64
+            on = r < tokens - j * 64
+            value = tl.load(v + t * vt + h * vh + (r[None, :] * vt + column[:, None]), mask=on[None, :], other=0.0).to(
+                tl.float32
+            )
+            b = tl.load(beta + t * bt + h * bh + r * bt, mask=on, other=0.0).to(tl.float32)
+            keys = tl.load(Kt + n * (64 * K) + rows)
+            queries = tl.load(Qt + n * (64 * K) + rows)
+            inverse = tl.load(X + n * (64 * 64) + square)
+            reads = tl.load(M + n * (64 * 64) + square)
+            writes = tl.load(Kh + n * (64 * K) + rows)
+            kept = tl.load(decay + n * K + c)
+            Se = S.to(E)
+            if KEEP:
+                tl.store(states + n * (K * V) + (column[:, None] * K + c[None, :]), Se)
+            error = b[None, :] * value - tl.dot(Se, tl.trans(keys), input_precision=PRECISION)
+            U = tl.dot(error.to(E), tl.trans(inverse), input_precision=PRECISION).to(E)
+            o = tl.dot(Se, tl.trans(queries), input_precision=PRECISION)
+            S = tl.dot(U, writes, S * kept[None, :], input_precision=PRECISION)
+            o = tl.dot(U, tl.trans(reads), o, input_precision=PRECISION)
+            if KEEP:
+                tl.store(Us + n * (64 * V) + (r[None, :] * V + column[:, None]), U)
+            place = out + t * ot + h * oh + (r[None, :] * ot + column[:, None])
+            tl.store(place, o.to(out.dtype.element_ty), mask=on[None, :])
+        where = tl.load(run_slot + run).to(tl.int64)
+        tl.store(ends + (where * H + h) * (K * V) + cell, S)
