@@ -4,6 +4,7 @@ import ctypes
 import os
 import platform
 import shutil
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -68,8 +69,9 @@ def thread_warnings(num_threads: int, num_cores: int) -> list[str]:
     return []
 
 
+@cache
 def has_bf16() -> bool:
-    """Return whether the processor multiplies bf16 numbers itself; without that, bf16 runs many times slower."""
+    """Return whether the processor multiplies bf16 numbers itself; without that, training multiplies them as fp32."""
     if platform.system() != "Linux":
         return platform.machine() == "arm64"
     return "bf16" in _text("/proc/cpuinfo")  # avx512_bf16 and amx_bf16 on x86, bf16 on ARM
@@ -92,7 +94,8 @@ def precision_warnings(precision: str, *, on_cpu: bool) -> list[str]:
     """Return what is wrong with a run's number format on this machine, with what to do."""
     if precision == "bf16" and on_cpu and not has_bf16():
         return [
-            "train.precision: this processor emulates bf16 and is many times slower with it; set train.precision=fp32"
+            "train.precision: this processor has no bf16 instructions: products are rounded like bf16 but computed in "
+            "fp32, so nothing is gained; set train.precision=fp32"
         ]
     return []
 

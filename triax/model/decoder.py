@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from triax.config.model import BlockResiduals, Model
 from triax.errors import ConfigError
+from triax.kernels.linear import linear
 from triax.model.attention_residual import AttentionMix, Stream
 from triax.model.cache import Cache, KdaCache, MlaCache
 from triax.model.gated_mla import GatedMLA
@@ -221,7 +221,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "T D"]) -> Float[Tensor, "T vocab"]:
         """Return the score of every token of the vocabulary."""
-        return F.linear(hidden, self.head.weight)
+        return linear(hidden, self.head.weight)
 
     def empty_cache(self, num_sequences: int) -> Cache:
         """Return a cache on this model's device and in its format."""

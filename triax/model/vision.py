@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from triax.config.vision import Vision
 from triax.errors import ConfigError
-from triax.model.matrix import draw_normal
+from triax.kernels.linear import linear
+from triax.model.matrix import Linear, draw_normal
 from triax.model.norm import RMSNorm
 from triax.model.precision import at_least_fp32
 from triax.model.rotary import rotate
@@ -144,7 +145,7 @@ class PatchProduct(nn.Module):
 
     def forward(self, patches: Float[Tensor, "N 3 P P"]) -> Float[Tensor, "N D"]:
         """Project each patch."""
-        return F.linear(patches.flatten(1).to(self.weight.dtype), self.weight.flatten(1), self.bias)
+        return linear(patches.flatten(1).to(self.weight.dtype), self.weight.flatten(1), self.bias)
 
 
 class VisionLayer(nn.Module):
@@ -211,9 +212,9 @@ def norm_of(settings: Vision) -> RMSNorm | nn.LayerNorm:
     return kind(settings.width, settings.norm_eps)
 
 
-def product(width_in: int, width_out: int, bias: bool, init_std: float) -> nn.Linear:
+def product(width_in: int, width_out: int, bias: bool, init_std: float) -> Linear:
     """Return a product whose weight is drawn from N(0, init_std^2) and whose bias, if any, is zero."""
-    made = nn.Linear(width_in, width_out, bias=bias)
+    made = Linear(width_in, width_out, bias=bias)
     draw_normal(made.weight, init_std)
     if bias and not made.bias.is_meta:
         nn.init.zeros_(made.bias)

@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from triax.kernels.linear import operand
+
 IGNORED = -100
 """Target of a token that is not trained on."""
 
@@ -58,14 +60,14 @@ def _nats(
     if hidden.dtype == torch.float64:
         dtype = wide  # autocast leaves fp64 alone
     with torch.autocast(device, enabled=False):
-        narrow_weight = weight.to(dtype)
+        narrow_weight = operand(weight, dtype)
         loss = hidden.new_zeros((), dtype=wide)
         hidden_grad = torch.empty_like(hidden) if wants_hidden else None
         weight_grad = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         size = max(1, CHUNK_LOGITS * (1 if device == "cpu" else GPU_FACTOR) // weight.shape[0])
         for start in range(0, hidden.shape[0], size):
             part = slice(start, start + size)
-            narrow = hidden[part].to(dtype)
+            narrow = operand(hidden[part], dtype)
             logits = (narrow @ narrow_weight.T).to(wide)
             trained = targets[part] != IGNORED
             target = torch.where(trained, targets[part], 0)[:, None]
@@ -76,7 +78,7 @@ def _nats(
             if hidden_grad is None and weight_grad is None:
                 continue
             slope = logits.div_(total).scatter_add_(-1, target, -torch.ones_like(total))
-            slope = slope.mul_(trained[:, None]).to(dtype)
+            slope = operand(slope.mul_(trained[:, None]), dtype)
             if hidden_grad is not None:
                 hidden_grad[part] = slope @ narrow_weight
             if weight_grad is not None:
