@@ -46,7 +46,8 @@ def experts(
 ) -> Float[Tensor, "T L"]:
     """See `reference.experts`; deterministic, and an expert without tokens gets gradients that are exactly zero.
 
-    Under autocast the products run in autocast's format and the result has it; gradients have the weights' own.
+    Under autocast the products run in autocast's format and the result has it; gradients have the weights' own. A CPU
+    that cannot multiply the format multiplies operands rounded to it by its fp32 units, which is many times faster.
     """
     kind, outward = hidden.device.type, hidden.dtype
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and outward is not torch.float64:
@@ -66,6 +67,16 @@ def sort_by_expert(expert: Int[Tensor, "T k"], num_experts: int) -> Order:
     return Order(pair // expert.shape[1], pair, row.view(expert.shape), ends)
 
 
+class _Operand(NamedTuple):
+    """Rounds what is multiplied to one format and hands it on in another, in which it is multiplied."""
+
+    rounded: torch.dtype
+    multiplied: torch.dtype
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.rounded).to(self.multiplied)
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -82,13 +93,14 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         with _no_autocast(hidden):
             order = sort_by_expert(expert, gate.shape[0])
-            rows = hidden.index_select(0, order.token).to(inward)
-            opening = _multiply(rows, gate.to(inward).transpose(1, 2), order.ends)
-            passing = _multiply(rows, up.to(inward).transpose(1, 2), order.ends)
+            operand = _Operand(outward, inward)
+            rows = operand(hidden).index_select(0, order.token)
+            opening = _multiply(rows, operand(gate).transpose(1, 2), order.ends).to(outward)
+            passing = _multiply(rows, operand(up).transpose(1, 2), order.ends).to(outward)
             ctx.save_for_backward(hidden, share, gate, up, down, opening, passing, *order)
-            ctx.activation = activation
+            ctx.activation, ctx.operand = activation, operand
             inner = activation(_at_least_fp32(opening), _at_least_fp32(passing)) * share.flatten()[order.pair, None]
-            returned = _multiply(inner.to(inward), down.to(inward).transpose(1, 2), order.ends)
+            returned = _multiply(operand(inner), operand(down).transpose(1, 2), order.ends)
             return _sum_by_token(returned, order).to(outward)
 
     @staticmethod
@@ -97,26 +109,26 @@ class _Experts(torch.autograd.Function):
         (grad,) = grads
         hidden, share, gate, up, down, opening, passing, *order = ctx.saved_tensors
         needs_hidden, needs_share, needs_gate, needs_up, needs_down = ctx.needs_input_grad[:5]
-        order, inward = Order(*order), opening.dtype
+        order, operand = Order(*order), ctx.operand
         to_hidden = to_share = to_gate = to_up = to_down = None
         with _no_autocast(hidden):
-            above = grad.to(inward).index_select(0, order.token)
-            returned = _multiply(above, down.to(inward), order.ends)
+            above = operand(grad).index_select(0, order.token)
+            returned = _multiply(above, operand(down), order.ends)
             weight = share.flatten()[order.pair, None]
             inner, to_opening, to_passing = ctx.activation.gradient(returned * weight, opening, passing)
             if needs_share:
                 each = (returned * inner).sum(-1)
                 to_share = each.index_select(0, order.row.flatten()).view(share.shape).to(share.dtype)
             if needs_down:
-                to_down = _multiply_outer(above, (inner * weight).to(inward), order.ends).to(down.dtype)
-            to_opening, to_passing = to_opening.to(inward), to_passing.to(inward)
+                to_down = _multiply_outer(above, operand(inner * weight), order.ends).to(down.dtype)
+            to_opening, to_passing = operand(to_opening), operand(to_passing)
             if needs_gate or needs_up:
-                rows = hidden.index_select(0, order.token).to(inward)
+                rows = operand(hidden).index_select(0, order.token)
                 to_gate = _multiply_outer(to_opening, rows, order.ends).to(gate.dtype)
                 to_up = _multiply_outer(to_passing, rows, order.ends).to(up.dtype)
             if needs_hidden:
-                to_rows = _multiply(to_opening, gate.to(inward), order.ends)
-                to_rows += _multiply(to_passing, up.to(inward), order.ends)
+                to_rows = _multiply(to_opening, operand(gate), order.ends)
+                to_rows += _multiply(to_passing, operand(up), order.ends)
                 to_hidden = _sum_by_token(to_rows, order).to(hidden.dtype)
         return to_hidden, to_share, to_gate, to_up, to_down, None, None, None, None
 
