@@ -131,7 +131,7 @@ def test_threads_are_only_remarked_on_when_they_do_not_fit(monkeypatch, threads,
     assert len(machine.thread_warnings(threads, num_cores=2)) == expected
 
 
-def test_a_number_format_that_this_processor_emulates_is_remarked_on(monkeypatch):
+def test_a_number_format_that_this_processor_cannot_multiply_is_remarked_on(monkeypatch):
     monkeypatch.setattr(machine, "has_bf16", lambda: False)
     assert "train.precision=fp32" in machine.precision_warnings("bf16", on_cpu=True)[0]
     assert not machine.precision_warnings("bf16", on_cpu=False)

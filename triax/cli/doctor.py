@@ -66,7 +66,7 @@ def _meaning(facts: dict[str, Any]) -> list[str]:
     else:
         lines = ["no GPU: `triax train tiny` learns real text here in minutes, `small` in hours"]
     if not facts["bf16"] and not facts["devices"]:
-        lines.append("no bf16 instructions: train with train.precision=fp32; bf16 would run many times slower")
+        lines.append("no bf16 instructions: train with train.precision=fp32; bf16 would round more and run no faster")
     if facts["threads"] < facts["cores"]:
         lines.append(f"{facts['threads']} of {facts['cores']} cores compute; OMP_NUM_THREADS={facts['cores']} uses all")
     missing = [
