@@ -12,7 +12,7 @@ from triax.checkpoint.forms import Form, can_be_packed, parts
 from triax.checkpoint.header import Stored
 from triax.checkpoint.names import PREFIX, TensorSpec, accepts, inventory, own_inventory
 from triax.checkpoint.published import FAMILIES, Published, read_config
-from triax.checkpoint.scan import INDEX, Problems, Scan, scan, some
+from triax.checkpoint.scan import INDEX, Problems, Scan, refuse_unfinished, scan, some
 from triax.checkpoint.vocabulary import check_vocabulary
 from triax.config.model import Model
 from triax.errors import CheckpointError
@@ -94,6 +94,7 @@ def examine(folder: Path, towers: Towers = "all", needed: Callable[[TensorSpec],
         ConfigError: Its config cannot be used.
         CheckpointError: There is nothing to hold against it, or its tokenizer does not fit.
     """
+    refuse_unfinished(folder)
     layout = "triax" if (folder / OWN).is_file() else "released"
     published = _own_config(folder) if layout == "triax" else read_config(folder)
     check_vocabulary(folder, published.settings.vocab_size)

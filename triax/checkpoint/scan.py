@@ -33,17 +33,25 @@ class Scan:
     problems: Problems = field(default_factory=lambda: defaultdict(list))
 
 
-def scan(folder: Path) -> Scan:
-    """Read every header and the index, and hold them against each other.
+def refuse_unfinished(folder: Path) -> None:
+    """Refuse a folder into which a conversion goes on, or did when it was killed.
 
     Raises:
-        CheckpointError: There is nothing to read, the index is none, or a conversion into the folder is unfinished.
+        CheckpointError: It is such a folder.
     """
     if (folder / UNFINISHED).exists():
         raise CheckpointError(
             f"{folder}: is not whole; found `{UNFINISHED}` of a conversion that has not ended; "
             "run the same conversion again to finish it"
         )
+
+
+def scan(folder: Path) -> Scan:
+    """Read every header and the index, and hold them against each other.
+
+    Raises:
+        CheckpointError: There is nothing to read, or the index is none.
+    """
     files = sorted(folder.glob("*.safetensors"))
     listed, index_bytes = _index(folder)
     if not files and not listed:

@@ -21,21 +21,23 @@ def convert(
 ) -> None:
     """Convert weights, file by file; the same command goes on where an interrupted one stopped."""
     from triax.checkpoint.convert import convert as convert_folder
+    from triax.checkpoint.export import released_form
     from triax.checkpoint.plan import TARGETS, make_plan
     from triax.cli.progress import Bytes
     from triax.errors import ConfigError
 
     if to not in TARGETS:
         raise ConfigError(f"--to: is not a form; found `{to}`; choose one of {', '.join(TARGETS)}")
-    plan = make_plan(source, to, layers=_layers(layers), shard_bytes=int(shard_gb * 1e9))
-    for note in plan.notes:
-        typer.echo(f"note: {note}", err=True)
-    what = f"{plan.num_tensors:,} tensors, {plan.nbytes:,} bytes in {len(plan.shards):,} files"
-    if plan_only:
-        print(f"plan: {what}")
-        return
-    with Bytes("convert", plan.nbytes) as progress:
-        convert_folder(plan, target, workers=workers, skip=progress.skip, report=progress.add)
+    with released_form(source, target) as folder:
+        plan = make_plan(folder, to, layers=_layers(layers), shard_bytes=int(shard_gb * 1e9))
+        for note in plan.notes:
+            typer.echo(f"note: {note}", err=True)
+        what = f"{plan.num_tensors:,} tensors, {plan.nbytes:,} bytes in {len(plan.shards):,} files"
+        if plan_only:
+            print(f"plan: {what}")
+            return
+        with Bytes("convert", plan.nbytes) as progress:
+            convert_folder(plan, target, workers=workers, skip=progress.skip, report=progress.add)
     print(f"{target}: {what}")
 
 
