@@ -22,6 +22,9 @@ settings.load_profile("ci")
 
 torch.set_num_threads(1)
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported
+
 
 def pytest_runtest_setup():
     torch.manual_seed(0)

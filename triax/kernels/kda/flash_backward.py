@@ -1,5 +1,7 @@
 """The backward kernels of the flash form: walk back with the state's gradient, then all other gradients at once."""
 
+from typing import no_type_check
+
 import triton
 import triton.language as tl
 
@@ -7,6 +9,7 @@ from triax.kernels.kda.flash_forward import add_rows, binary_gates, crossing, si
 
 
 @triton.jit
+@no_type_check
 def scan_back(
     dout, dends, runs, run_first, run_tokens, run_chunk, run_slot, Kt, Qt, Kh, M, X, decay, R, dS, dstate,
     ot, oh,
@@ -62,6 +65,7 @@ def scan_back(
 
 
 @triton.jit
+@no_type_check
 def gradients(
     q, k, v, g, beta, dout, first, count, states, Us, R, dS, dq, dk, dv, dg, db,
     qt, qh, kt, kh, vt, vh, gt, gh, bt, bh, ot, oh, T,

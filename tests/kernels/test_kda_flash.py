@@ -1,0 +1,251 @@
+"""The GPU kernels of KDA: interpreted in fp32 on a CPU, compiled for sm_90 without a GPU, and run where one is."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from triax.errors import UnsupportedError
+from triax.kernels.kda import kda, reference
+
+pytest.importorskip("triton", reason="Triton is installed on x86 Linux only")
+ON_GPU = torch.cuda.is_available()
+NAMES = ("read", "state", "interior", "d_query", "d_key", "d_value", "d_log_decay", "d_beta", "d_state")
+
+
+@pytest.fixture(scope="module")
+def flash():
+    """Import the kernels only where a test wants them; without a GPU Triton's interpreter runs them (conftest.py)."""
+    from triax.kernels.kda import flash
+
+    return flash
+
+
+def inputs(lengths, heads, channels, width, kind, dtype=torch.float32, device="cpu", seed=0):
+    """Inputs as a layer makes them, rounded to what the kernels get."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens, sequences = sum(lengths), len(lengths)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=draw)
+
+    key, beta = normal(tokens, heads, channels), torch.sigmoid(normal(tokens, heads))
+    gate = -5 * torch.sigmoid(2 * normal(tokens, heads, channels) - 1)
+    if kind in ("slow", "repeated"):
+        # Time constants from 1 to 1e5 tokens, as in trained models.
+        slowness = torch.exp(torch.rand(heads, channels, generator=draw) * 11.5)
+        gate = (-(0.5 + torch.rand(tokens, heads, channels, generator=draw)) / slowness).clamp(min=-5)
+    if kind == "repeated":
+        key = key[::64].repeat_interleave(64, 0)[:tokens] + 0.2 * key
+        beta = 0.9 + 0.1 * beta
+    if kind == "fastest":
+        gate = torch.full_like(gate, -5.0)
+    if kind == "unbounded":
+        gate = -60 * torch.rand(tokens, heads, channels, generator=draw) ** 8
+    streams = [F.normalize(normal(tokens, heads, channels), dim=-1) * channels**-0.5, F.normalize(key, dim=-1)]
+    streams = [x.to(dtype) for x in (*streams, normal(tokens, heads, width))]
+    return [x.to(device) for x in (*streams, gate, beta, normal(sequences, heads, channels, width) * 0.1)]
+
+
+def outcome(operation, x, lengths, states_at, **options):
+    leaves = [tensor.detach().requires_grad_() for tensor in x]
+    result = operation(*leaves, tuple(accumulate(lengths, initial=0)), states_at=states_at, **options)
+    draw = torch.Generator().manual_seed(1)
+    weights = [torch.randn(y.shape, generator=draw).bfloat16().to(y.device, y.dtype) for y in result]
+    return dict(zip(NAMES, (*result, *torch.autograd.grad(result, leaves, weights)), strict=True))
+
+
+def errors(flash, x, lengths, states_at, lowest):
+    found = outcome(flash.kda, x, lengths, states_at, lowest_log_decay=lowest)
+    expected = outcome(reference.kda, [t.double() for t in x], lengths, states_at)
+    return {name: ((found[name].double() - y).norm() / y.norm().clamp_min(1e-6)).item() for name, y in expected.items()}
+
+
+@pytest.mark.kernel
+@pytest.mark.skipif(ON_GPU, reason="the kernels are compiled here; the gpu tests run them")
+# Above the diagonal products may be infinite, and are selected away.
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("kind", "lengths", "channels", "width", "states_at"),
+    [
+        ("random", (70, 0, 1, 60), 32, 32, (33, 70, 70, 71)),
+        ("repeated", (130,), 32, 32, (64,)),
+        ("fastest", (65,), 32, 64, (64,)),
+        ("unbounded", (40, 66), 64, 32, (106,)),
+    ],
+)
+def test_interpreted_kernels_match_the_recurrence(flash, kind, lengths, channels, width, states_at):
+    x = inputs(lengths, 1 if channels != width else 2, channels, width, kind)
+    found = errors(flash, x, lengths, states_at, -5.0 if kind != "unbounded" else float("-inf"))
+    assert max(found.values()) < 1e-4, found
+
+
+@pytest.mark.kernel
+@pytest.mark.skipif(ON_GPU, reason="the kernels are compiled here; the gpu tests run them")
+def test_interpreted_kernels_take_slices_and_no_state(flash):
+    wide = inputs((20,), 2, 96, 32, "random")
+    x = [wide[0][..., :32], wide[1][..., 32:64], wide[2], wide[3][..., 64:], wide[4]]
+    found = flash.kda(*x, None, (0, 20), lowest_log_decay=-5.0)
+    expected = reference.kda(*x, None, (0, 20))
+    torch.testing.assert_close(found.read, expected.read, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.state, expected.state, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.kernel
+def test_a_head_size_without_a_kernel_is_refused_by_name(flash):
+    x = inputs((3,), 1, 48, 32, "random")
+    with pytest.raises(UnsupportedError, match="head sizes `48` and `32`"):
+        flash.kda(*x, (0, 3))
+
+
+COMPILE = """
+import json, os, re, subprocess, sys, tempfile
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triax.kernels.kda import flash, flash_backward, flash_forward
+
+numbers = {"H", "T", "qt", "qh", "kt", "kh", "vt", "vh", "gt", "gh", "bt", "ot", "oh"}
+tables = {"first", "count", "runs", "run_first", "run_tokens", "run_chunk", "run_slot"}
+exact = {"decay", "ends", "state", "dends", "dstate", "db", "g", "dg", "beta"}
+common = {"K": 128, "V": 128, "BK": 32, "BV": 128, "BOUNDED": True, "KEEP": True, "PRECISION": "tf32", "bh": 1}
+tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+for kernel, warps, stages in (
+    (flash_forward.prepare, 4, 1), (flash_forward.scan, 8, 2),
+    (flash_backward.scan_back, 8, 2), (flash_backward.gradients, 4, 1),
+):
+    signature, constants, aligned = {}, {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        if name in common:
+            signature[name], constants[name] = "constexpr", common[name]
+            continue
+        signature[name] = (
+            "i32" if name in numbers else "*i32" if name in tables else "*fp32" if name in exact else "*bf16"
+        )
+        aligned[(place,)] = [["tt.divisibility", 16]]
+    with flash._assembler():
+        compiled = triton.compile(
+            ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned),
+            target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages},
+        )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+        sass = subprocess.run([tool, "--dump-sass", file.name], capture_output=True, text=True).stdout
+    registers, stack = map(int, re.search(r"REG:(\\d+) STACK:(\\d+)", usage).groups())
+    print(json.dumps({"name": kernel.__name__, "registers": registers, "stack": stack,
+                      "shared": compiled.metadata.shared, "sass": sass}))
+"""
+
+
+def undefined_uniform_registers(sass):
+    """Find uniform registers that are read before any instruction above has written them."""
+    written, found = set(), []
+    for line in re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([A-Z].*?);", sass):
+        name, *operands = re.split(r"[\s,]+", line.strip(), maxsplit=1)
+        operands = [x.strip() for x in (operands[0] if operands else "").split(",")]
+        pair = 2 if ".64" in name else 1
+        target = re.fullmatch(r"UR(\d+)", operands[0]) if name.startswith(("U", "R2UR", "S2UR", "REDUX")) else None
+        for kind, number in re.findall(r"(gdesc\[|desc\[)?\bUR(\d+)\b", ",".join(operands[bool(target) :])):
+            first, count = int(number), 2 if kind or (pair == 2 and name.startswith("U")) else 1
+            # A matrix product whose left operand is in registers reads the second pair of its four.
+            first += 2 * (kind == "gdesc[")
+            found += [f"{line}: UR{n}" for n in range(first, first + count) if n not in written]
+        if target:
+            written.update(range(int(target[1]), int(target[1]) + (2 if "WIDE" in name else pair)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Compile every kernel for sm_90, in a process in which nothing is interpreted."""
+    environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
+    root = str(Path(__file__).parents[2])
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILE], env=environment, cwd=root, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    return {x["name"]: x for x in map(json.loads, run.stdout.splitlines())}
+
+
+@pytest.mark.kernel
+def test_kernels_compile_for_hopper_to_its_own_matrix_instructions(compiled):
+    assert set(compiled) == {"prepare", "scan", "scan_back", "gradients"}
+    for name, kernel in compiled.items():
+        assert kernel["sass"].count("HGMMA") >= 20, name
+        assert " HMMA" not in kernel["sass"], name
+        assert kernel["registers"] <= 255, name
+        assert kernel["shared"] <= 227 * 1024, name
+    assert compiled["prepare"]["stack"] == 0  # bytes of registers spilled; the others spill some, see the record
+
+
+@pytest.mark.kernel
+def test_the_assembler_reads_no_register_that_nobody_wrote(compiled):
+    for name, kernel in compiled.items():
+        assert undefined_uniform_registers(kernel["sass"]) == [], name
+
+
+def test_an_unwritten_uniform_register_would_be_found():
+    good = "/*0010*/ UMOV UR4, 0x1 ;\n/*0020*/ UIADD3 UR5, UP0, UR4, 0x2, URZ ;\n"
+    assert undefined_uniform_registers(good) == []
+    assert undefined_uniform_registers(good + "/*0030*/ UIADD3 UR7, UP0, UR6, 0x2, URZ ;\n") != []
+
+
+BARS = {"repeated": (1.5e-2, 2e-2)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["random", "slow", "repeated", "fastest", "unbounded"])
+@pytest.mark.parametrize(("heads", "channels", "width"), [(3, 128, 128), (70, 128, 128), (3, 64, 128), (3, 128, 32)])
+def test_errors_on_a_gpu_stay_below_the_bars(flash, kind, heads, channels, width):
+    lengths, states_at = ((300, 0, 1, 211), (150, 300, 301)) if heads < 70 else ((200,), (100,))
+    x = inputs(lengths, heads, channels, width, kind, torch.bfloat16, "cuda")
+    found = errors(flash, x, lengths, states_at, -5.0 if kind != "unbounded" else float("-inf"))
+    of_outputs, of_gradients = BARS.get(kind, (6e-3, 8e-3))
+    for name, error in found.items():
+        assert error < (of_gradients if name.startswith("d_") else of_outputs), found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "channels"), [(3, 128), (70, 128), (3, 32)])
+def test_inference_on_a_gpu_is_the_training_forward_bit_for_bit_every_time(flash, heads, channels):
+    x = inputs((500, 3), heads, channels, channels, "slow", torch.bfloat16, "cuda")
+    trained = flash.kda(*(t.requires_grad_() for t in x), (0, 500, 503), lowest_log_decay=-5.0)
+    with torch.no_grad():
+        for _ in range(3):
+            found = flash.kda(*x, (0, 500, 503), lowest_log_decay=-5.0)
+            # Narrow and wide walks add the same products in the same order.
+            assert torch.equal(found.read, trained.read)
+            assert torch.equal(found.state, trained.state)
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_what_was_run(flash):
+    x = inputs((300,), 4, 64, 64, "random", torch.bfloat16, "cuda")
+    eager = flash.kda(*x, (0, 300), lowest_log_decay=-5.0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = flash.kda(*x, (0, 300), lowest_log_decay=-5.0)
+    captured.read.fill_(float("nan"))
+    graph.replay()
+    torch.testing.assert_close(captured.read, eager.read, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_a_head_size_without_a_kernel_falls_back_with_one_warning():
+    x = inputs((20,), 2, 48, 48, "random", torch.bfloat16, "cuda")
+    with pytest.warns(UserWarning, match="head sizes `48` and `48`"):
+        found = kda(*x, (0, 20), lowest_log_decay=-5.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.testing.assert_close(found.read, reference.kda(*x, (0, 20)).read, rtol=2e-2, atol=2e-3)
