@@ -10,8 +10,8 @@ from pydantic.fields import FieldInfo
 from typer.testing import CliRunner
 
 from triax.cli.app import app
-from triax.config.base import Settings
 from triax.config.schema import alternatives, element, kind_name, tables
+from triax.config.settings import Settings
 from triax.config.show import toml
 from triax.config.train import Recipe
 

@@ -5,18 +5,23 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from triax.config.base import Settings
+from triax.config.settings import Settings
 
 
-class StandardLibrary(Settings):
-    """The embedded default: the sources of the Python standard library that runs this program."""
+class Weighted(Settings):
+    """What every source has."""
 
-    kind: Literal["stdlib"] = "stdlib"
     weight: float = Field(1.0, gt=0)
     """Share of this source in the mixture, relative to the others."""
 
 
-class Folder(Settings):
+class StandardLibrary(Weighted):
+    """The embedded default: the sources of the Python standard library that runs this program."""
+
+    kind: Literal["stdlib"] = "stdlib"
+
+
+class Folder(Weighted):
     """Every matching text file below a folder, one document a file."""
 
     kind: Literal["folder"] = "folder"
@@ -24,11 +29,9 @@ class Folder(Settings):
     """The folder."""
     pattern: str = "**/*.txt"
     """Which files below it, as a glob."""
-    weight: float = Field(1.0, gt=0)
-    """Share of this source in the mixture, relative to the others."""
 
 
-class Jsonl(Settings):
+class Jsonl(Weighted):
     """One JSON object a line, one document an object."""
 
     kind: Literal["jsonl"] = "jsonl"
@@ -36,11 +39,9 @@ class Jsonl(Settings):
     """A file or a folder of `*.jsonl` files."""
     field: str = "text"
     """Key that holds the text."""
-    weight: float = Field(1.0, gt=0)
-    """Share of this source in the mixture, relative to the others."""
 
 
-class Parquet(Settings):
+class Parquet(Weighted):
     """Rows of Parquet files (needs the extra `data`)."""
 
     kind: Literal["parquet"] = "parquet"
@@ -48,11 +49,9 @@ class Parquet(Settings):
     """A file or a folder of `*.parquet` files."""
     field: str = "text"
     """Column that holds the text."""
-    weight: float = Field(1.0, gt=0)
-    """Share of this source in the mixture, relative to the others."""
 
 
-class HuggingFace(Settings):
+class HuggingFace(Weighted):
     """A data set of the Hugging Face `datasets` library (needs the extra `data`), by name or local path."""
 
     kind: Literal["huggingface"] = "huggingface"
@@ -64,8 +63,6 @@ class HuggingFace(Settings):
     """Split to read."""
     field: str = "text"
     """Column that holds the text."""
-    weight: float = Field(1.0, gt=0)
-    """Share of this source in the mixture, relative to the others."""
 
 
 Source = Annotated[StandardLibrary | Folder | Jsonl | Parquet | HuggingFace, Field(discriminator="kind")]

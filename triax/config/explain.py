@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from triax.config.base import Settings
 from triax.config.schema import alternatives, chosen, element, kind_name, places, tables
+from triax.config.settings import Settings
 
 EXPECTED = {
     "int_type": "must be a whole number",

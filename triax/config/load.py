@@ -11,10 +11,10 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from triax.config.base import Settings
 from triax.config.explain import explain
 from triax.config.model import Model
 from triax.config.schema import Tree, complete
+from triax.config.settings import Settings
 from triax.config.train import Recipe
 from triax.errors import ConfigError
 

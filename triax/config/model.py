@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from triax.config.base import Settings
+from triax.config.settings import Settings
 from triax.config.vision import Vision
 
 

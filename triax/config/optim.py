@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from triax.config.base import Settings
+from triax.config.settings import Settings
 
 
 class QkClip(Settings):

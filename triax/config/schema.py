@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from triax.config.base import Settings
+from triax.config.settings import Settings
 
 Tree = dict[str, Any]
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from triax.config.base import Settings
 from triax.config.load import Loaded
 from triax.config.schema import differences
+from triax.config.settings import Settings
 
 
 def as_toml(loaded: Loaded[Any]) -> str:

@@ -4,10 +4,10 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from triax.config.base import Settings
 from triax.config.data import Data
 from triax.config.model import Model
 from triax.config.optim import Balance, MuonClip, Optim, Schedule
+from triax.config.settings import Settings
 
 
 class Run(Settings):

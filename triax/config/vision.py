@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from triax.config.base import Settings
+from triax.config.settings import Settings
 
 
 class Vision(Settings):
