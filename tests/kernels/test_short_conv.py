@@ -1,5 +1,6 @@
 """The shifted convolution against its definition, for every length around the window."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,17 +22,31 @@ def inputs(lengths, num_taps, dtype=torch.float64, seed=0):
     lengths=st.lists(st.integers(0, 6), min_size=1, max_size=4),
     num_taps=st.integers(1, 5),
     seed=st.integers(0, 2**16),
+    dtype=st.sampled_from([torch.float64, torch.float32]),  # on a CPU fp32 goes another way than fp64
 )
-@settings(max_examples=25)
-def test_values_windows_and_gradients_equal_the_definition(lengths, num_taps, seed):
-    hidden, weight, window, starts = inputs(lengths, num_taps, seed=seed)
+@settings(max_examples=40)
+def test_values_windows_and_gradients_equal_the_definition(lengths, num_taps, seed, dtype):
     results = []
-    for path in (reference, shifted):
+    for path, kind in ((reference, torch.float64), (shifted, dtype)):
+        hidden, weight, window, starts = inputs(lengths, num_taps, kind, seed)
         output, following = path.short_conv(hidden, weight, window, starts)
         total = (output * torch.arange(output.numel()).view_as(output)).sum() + following.sin().sum()
         gradients = torch.autograd.grad(total, (hidden, weight, window), materialize_grads=True)
-        results.append((output, following, *gradients))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
+        results.append([x.double() for x in (output, following, *gradients)])
+    tolerance = 1e-10 if dtype is torch.float64 else 1e-4
+    torch.testing.assert_close(results[1], results[0], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("num_channels", "num_taps"), [(3, 4), (16, 4), (5, 6)])
+def test_a_cpu_gives_in_fp32_what_the_definition_gives_however_wide_the_stream(num_channels, num_taps):
+    starts, leaves = (0, 40, 41, 60), []
+    for shape in ((60, num_channels), (num_channels, num_taps), (3, num_taps - 1, num_channels)):
+        leaves.append(torch.randn(shape, requires_grad=True))
+    upstream, results = torch.randn(60, num_channels), []
+    for path, kind in ((reference, torch.float64), (shifted, torch.float32)):
+        output, _ = path.short_conv(*(leaf.to(kind) for leaf in leaves), starts)
+        results.append([output.double(), *torch.autograd.grad(output, leaves, upstream.to(kind))])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-4)
 
 
 def test_what_stands_in_another_sequence_cannot_leak_not_even_infinity():

@@ -1,6 +1,7 @@
 """The short convolution as a few shifted multiply-adds over the whole stream.
 
-Only the first tokens of each sequence, whose taps reach over its border, are computed apart.
+Only the first tokens of each sequence, whose taps reach over its border, are computed apart. On a CPU one fused
+convolution replaces the multiply-adds, each of which would pass over the whole stream.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import conv2d
+from torch.nn.grad import conv2d_weight
 
 
 def short_conv(
@@ -81,21 +84,14 @@ class _ShortConv(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         hidden, weight, window = ctx.saved_tensors
-        places, num_taps = ctx.places, weight.shape[1]
+        places = ctx.places
         summed, taps = _convolve(hidden, weight, window, places)
-        gate = summed.sigmoid()
-        grad = grad.to(gate.dtype) * summed.mul_(1 - gate).add_(1).mul_(gate)
+        grad = torch.ops.aten.silu_backward(grad.to(summed.dtype), summed)
         near = grad[places.border]
         grad[places.border] = 0
 
-        kernel, source = weight.to(grad.dtype), hidden.to(grad.dtype)
-        d_hidden = grad * kernel[:, -1]
-        d_weight = torch.zeros_like(kernel)
-        d_weight[:, -1] = (grad * source).sum(0)
-        for lag in range(1, min(num_taps, len(grad))):
-            d_hidden[:-lag].addcmul_(grad[lag:], kernel[:, -1 - lag])
-            d_weight[:, -1 - lag] = (grad[lag:] * source[:-lag]).sum(0)
-
+        kernel = weight.to(grad.dtype)
+        d_hidden, d_weight = _sum_gradients(grad, hidden.to(grad.dtype), kernel)
         d_weight += (near[:, None] * taps).sum(0).T
         d_small = torch.zeros(len(places.border) + window[..., 0].numel(), grad.shape[1]).to(grad)
         d_small.index_add_(0, places.taps.flatten(), (near[:, None] * kernel.T).flatten(0, 1))
@@ -113,8 +109,53 @@ def _convolve(hidden: Tensor, weight: Tensor, window: Tensor, places: _Places) -
     near = (taps * kernel.T).sum(1)
     if len(near) == len(hidden):  # decoding: every row is at a border
         return near, taps
-    source = hidden.to(wide)
+    return _sums(hidden.to(wide), kernel).index_copy_(0, places.border, near), taps
+
+
+def _sums(source: Tensor, kernel: Tensor) -> Tensor:
+    """Return each row's weighted sum as if the stream were one sequence that begins with zeros."""
+    length, num_taps = len(source), kernel.shape[1]
+    if _has_fused(source, kernel):
+        summed = conv2d(_image(source), _image_kernel(kernel), padding=(num_taps - 1, 0), groups=len(kernel))
+        return _rows(summed)[:length]
     summed = source * kernel[:, -1]
-    for lag in range(1, min(weight.shape[1], len(hidden))):
+    for lag in range(1, min(num_taps, length)):
         summed[lag:].addcmul_(source[:-lag], kernel[:, -1 - lag])
-    return summed.index_copy_(0, places.border, near), taps
+    return summed
+
+
+def _sum_gradients(grad: Tensor, source: Tensor, kernel: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `_sums` for both arguments; the first `taps - 1` rows of `grad` are zero."""
+    length, num_taps = len(source), kernel.shape[1]
+    if _has_fused(source, kernel) and length >= num_taps:
+        backwards = _image_kernel(kernel.flip(1))
+        d_source = conv2d(_image(grad), backwards, padding=(num_taps - 1, 0), groups=len(kernel))
+        inner = _image(grad[num_taps - 1 :])
+        d_kernel = conv2d_weight(_image(source), backwards.shape, inner, groups=len(kernel))
+        return _rows(d_source)[num_taps - 1 :], d_kernel.view(kernel.shape)
+    d_source = grad * kernel[:, -1]
+    d_kernel = torch.zeros_like(kernel)
+    d_kernel[:, -1] = (grad * source).sum(0)
+    for lag in range(1, min(num_taps, length)):
+        d_source[:-lag].addcmul_(grad[lag:], kernel[:, -1 - lag])
+        d_kernel[:, -1 - lag] = (grad[lag:] * source[:-lag]).sum(0)
+    return d_source, d_kernel
+
+
+def _has_fused(source: Tensor, kernel: Tensor) -> bool:
+    """Whether torch hands this convolution to oneDNN; its own fallback goes channel by channel."""
+    is_plain = source.device.type == "cpu" and source.dtype is torch.float32
+    return is_plain and kernel.shape[1] > 3 and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+
+
+def _image(rows: Tensor) -> Tensor:
+    """View [T, C] as one picture of T x 1 points with channels last."""
+    return rows.view(1, len(rows), 1, -1).permute(0, 3, 1, 2)
+
+
+def _rows(image: Tensor) -> Tensor:
+    return image.permute(0, 2, 3, 1).flatten(0, 2)
+
+
+def _image_kernel(kernel: Tensor) -> Tensor:
+    return kernel[:, None, :, None]
