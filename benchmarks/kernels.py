@@ -48,7 +48,8 @@ def inputs(tokens: int, heads: int, kind: str) -> list[Tensor]:
 
 def run(x: list[Tensor]) -> Any:
     """Run the kernels on one sequence of K3's bounded gate."""
-    return flash.kda(*x, (0, len(x[0])), lowest_log_decay=-5.0)
+    query, key, value, log_decay, beta, state = x
+    return flash.kda(query, key, value, log_decay, beta, state, (0, len(query)), lowest_log_decay=-5.0)
 
 
 def milliseconds(work: Callable[[], Any], replays: int = 21) -> float:
@@ -108,7 +109,9 @@ def kda_errors() -> list[Report]:
         for leaves in ([t.clone() for t in x], [t.double() for t in x]):
             leaves = [t.requires_grad_() for t in leaves]
             exact = leaves[0].dtype == torch.float64
-            result = reference.kda(*leaves, (0, len(weight))) if exact else run(leaves)
+            query, key, value, log_decay, beta, state = leaves
+            starts = (0, len(query))
+            result = reference.kda(query, key, value, log_decay, beta, state, starts) if exact else run(leaves)
             outcomes.append((result[:2], torch.autograd.grad(result[0], leaves, weight.to(result[0].dtype))))
         outputs, gradients = (max(map(relative, *pair)) for pair in zip(*outcomes, strict=True))
         bars = [of_outputs, of_gradients]

@@ -113,7 +113,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triax.kernels.kda import flash, flash_backward, flash_forward
 
-numbers = {"H", "T", "qt", "qh", "kt", "kh", "vt", "vh", "gt", "gh", "bt", "ot", "oh"}
+numbers = {"H", "T", "qt", "qh", "kt", "kh", "vt", "vh", "gt", "gh", "bt", "rt", "rh"}
 tables = {"first", "count", "runs", "run_first", "run_tokens", "run_chunk", "run_slot"}
 exact = {"decay", "ends", "state", "dends", "dstate", "db", "g", "dg", "beta"}
 common = {"K": 128, "V": 128, "BK": 32, "BV": 128, "BOUNDED": True, "KEEP": True, "PRECISION": "tf32", "bh": 1}
@@ -131,7 +131,7 @@ for kernel, warps, stages in (
             "i32" if name in numbers else "*i32" if name in tables else "*fp32" if name in exact else "*bf16"
         )
         aligned[(place,)] = [["tt.divisibility", 16]]
-    with flash._assembler():
+    with flash.assembler():
         compiled = triton.compile(
             ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned),
             target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages},
@@ -213,6 +213,23 @@ def test_errors_on_a_gpu_stay_below_the_bars(flash, kind, heads, channels, width
     of_outputs, of_gradients = BARS.get(kind, (6e-3, 8e-3))
     for name, error in found.items():
         assert error < (of_gradients if name.startswith("d_") else of_outputs), found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "size"), [("slow", 128), ("repeated", 64), ("unbounded", 32)])
+def test_fp32_inputs_on_a_gpu_get_fp32_results(flash, kind, size):
+    x = inputs((150, 1, 90), 2, size, size, kind, torch.float32, "cuda")
+    found = errors(flash, x, (150, 1, 90), (100,), -5.0 if kind != "unbounded" else float("-inf"))
+    assert max(found.values()) < 3e-4, found
+
+
+@pytest.mark.gpu
+def test_autocast_on_a_gpu_chooses_bf16_products(flash):
+    x = inputs((80,), 2, 64, 64, "slow", torch.float32, "cuda")
+    rounded = [t.bfloat16() if n < 3 else t for n, t in enumerate(x)]
+    with torch.autocast("cuda", torch.bfloat16):
+        found = flash.kda(*x, (0, 80), lowest_log_decay=-5.0)
+    assert torch.equal(found.read, flash.kda(*rounded, (0, 80), lowest_log_decay=-5.0).read)
 
 
 @pytest.mark.gpu

@@ -87,23 +87,15 @@ def kda(
         read, memory = decode(query, key, value, log_decay, beta, state)
         return KdaResult(read, memory, memory[[p - 1 for p in states_at]])
     if query.is_cuda and chunk is None:
-        reason = "this installation without Triton"
-        if find_spec("triton") is not None:
+        if find_spec("triton") is None:
+            reason = "an installation without Triton"
+        else:
             from triax.kernels.kda import flash
 
             reason = flash.unsupported(query, key, value)
-        if reason is None:
-            return flash.kda(
-                query,
-                key,
-                value,
-                log_decay,
-                beta,
-                state,
-                starts,
-                lowest_log_decay=lowest_log_decay,
-                states_at=states_at,
-            )
+            if reason is None:
+                inputs = (query, key, value, log_decay, beta, state, starts)
+                return flash.kda(*inputs, lowest_log_decay=lowest_log_decay, states_at=states_at)
         warnings.warn(f"kernels.kda: no GPU kernel for {reason}; the chunk form runs instead", stacklevel=2)
     widest = max(key.shape[2], value.shape[2], 1)
     on_cpu = query.device.type == "cpu"

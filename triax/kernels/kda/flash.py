@@ -62,9 +62,21 @@ def run_table(starts: tuple[int, ...], states_at: tuple[int, ...], device: torch
             first += range(low, high, CHUNK)
             count += (min(CHUNK, high - t) for t in range(low, high, CHUNK))
         runs.append(len(run_first))
-    lists = (first, count, runs, run_first, run_tokens, run_chunk, run_slot)
-    tensors = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in lists)
-    return RunTable(*tensors, num_slots, tuple(slots[p] for p in states_at))
+
+    def to_device(numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+    return RunTable(
+        to_device(first),
+        to_device(count),
+        to_device(runs),
+        to_device(run_first),
+        to_device(run_tokens),
+        to_device(run_chunk),
+        to_device(run_slot),
+        num_slots,
+        tuple(slots[p] for p in states_at),
+    )
 
 
 def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -90,7 +102,8 @@ def kda(
 ) -> KdaResult:
     """Compute what `triax.kernels.kda.kda` describes with the GPU kernels or not at all.
 
-    Products use bf16 operands and fp32 sums when query, key and value are bf16, and fp32 throughout otherwise.
+    Products use bf16 operands and fp32 sums when query, key and value are bf16, or under autocast to bf16; otherwise
+    fp32 operands, as three tf32 products each.
 
     Raises:
         UnsupportedError: The kernels have no form for this dtype or head size.
@@ -101,6 +114,9 @@ def kda(
             f"kernels.kda.flash: no kernel for {reason}; head sizes are {SIZES}, dtypes bf16 and fp32; call "
             "`triax.kernels.kda.kda`, which falls back to the chunk form"
         )
+    device = query.device.type
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
+        query, key, value = (x.bfloat16() for x in (query, key, value))
     inputs = (query, key, value, log_decay, beta, state)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     bounded = lowest_log_decay >= LOWEST_ANCHORED
@@ -109,16 +125,22 @@ def kda(
 
 
 @contextmanager
-def _assembler() -> Iterator[None]:
+def assembler() -> Iterator[None]:
     """Assemble with ptxas 12.9, which Triton's wheel carries too.
 
     From these kernels its 12.8 makes code that reads a uniform register before writing it: a matrix product then takes
     its operand from anywhere in shared memory, and the kernel faults or, worse, does not.
     """
-    tools = triton.knobs.nvidia
+    tools: Any = triton.knobs.nvidia
     with tools.scope():
         tools.ptxas = tools.ptxas_blackwell.path
         yield
+
+
+def _run(kernel: Any, programs: int, *arguments: Any, num_warps: int, num_stages: int) -> None:
+    if programs:
+        with assembler():
+            kernel[(programs,)](*arguments, num_warps=num_warps, num_stages=num_stages)
 
 
 class _Launch(NamedTuple):
@@ -179,16 +201,20 @@ def _prepare(launch: _Launch, table: RunTable, bounded: bool) -> _Prepared:
     query, key, _, log_decay, beta = launch.streams
     heads, channels = key.shape[1:]
     chunks = len(table.first)
-    rows = [key.new_empty(chunks, heads, CHUNK, channels) for _ in range(3)]
-    squares = [key.new_empty(chunks, heads, CHUNK, CHUNK) for _ in range(2)]
-    prepared = _Prepared(*rows, *squares, key.new_empty(chunks, heads, channels, dtype=torch.float32))
-    if chunks * heads:
-        with _assembler():
-            prepare[(chunks * heads,)](
-                query, key, log_decay, beta, table.first, table.count, *prepared,
-                *_strides(query, key, log_decay, beta), heads, channels, min(channels, 32), bounded, launch.precision,
-                num_warps=4, num_stages=1,
-            )  # fmt: skip
+    prepared = _Prepared(
+        keys=key.new_empty(chunks, heads, CHUNK, channels),
+        queries=key.new_empty(chunks, heads, CHUNK, channels),
+        writes=key.new_empty(chunks, heads, CHUNK, channels),
+        reads=key.new_empty(chunks, heads, CHUNK, CHUNK),
+        inverse=key.new_empty(chunks, heads, CHUNK, CHUNK),
+        decay=key.new_empty(chunks, heads, channels, dtype=torch.float32),
+    )
+    _run(
+        prepare, chunks * heads,
+        query, key, log_decay, beta, table.first, table.count, *prepared,
+        *_strides(query, key, log_decay, beta), heads, channels, min(channels, 32), bounded, launch.precision,
+        num_warps=4, num_stages=1,
+    )  # fmt: skip
     return prepared
 
 
@@ -220,13 +246,12 @@ def kda_flash(
     states = values.new_empty(chunks, heads, width, channels)
     written = values.new_empty(chunks, heads, CHUNK, width)
     prepared = _prepare(launch, table, bounded)
-    if sequences * heads:
-        with _assembler():
-            scan[(width // launch.value_tile * heads * sequences,)](
-                values, betas, state, *table[2:7], *prepared, read, states, written, ends,
-                *_strides(values, betas, read), heads, channels, width, launch.value_tile, launch.precision, keep,
-                num_warps=launch.scan_warps, num_stages=launch.stages,
-            )  # fmt: skip
+    _run(
+        scan, width // launch.value_tile * heads * sequences,
+        values, betas, state, *table[2:7], *prepared, read, states, written, ends,
+        *_strides(values, betas, read), heads, channels, width, launch.value_tile, launch.precision, keep,
+        num_warps=launch.scan_warps, num_stages=launch.stages,
+    )  # fmt: skip
     final = ends[:sequences].clone() if table.num_slots > sequences else ends
     return read, final, ends[list(table.interior)], states, written
 
@@ -260,25 +285,24 @@ def kda_flash_backward(
     d_states, d_errors = torch.empty_like(states), torch.empty_like(written)
     d_state = torch.empty_like(d_ends[:sequences])
     prepared = _prepare(launch, table, bounded)
-    if sequences * heads:
-        with _assembler():
-            scan_back[(width // launch.value_tile * heads * sequences,)](
-                d_read, d_ends, *table[2:7], *prepared, d_errors, d_states, d_state, *_strides(d_read),
-                heads, channels, width, launch.value_tile, launch.precision,
-                num_warps=launch.scan_warps, num_stages=launch.stages,
-            )  # fmt: skip
+    _run(
+        scan_back, width // launch.value_tile * heads * sequences,
+        d_read, d_ends, *table[2:7], *prepared, d_errors, d_states, d_state, *_strides(d_read),
+        heads, channels, width, launch.value_tile, launch.precision,
+        num_warps=launch.scan_warps, num_stages=launch.stages,
+    )  # fmt: skip
     del prepared
     outputs = [x.new_empty(x.shape) for x in (query, key, value, log_decay)]
     pieces = channels // launch.channel_tile
     of_beta = d_ends.new_empty(pieces, tokens, heads)
-    if chunks * heads:
-        with _assembler():
-            gradients[(pieces * chunks * heads,)](
-                *launch.streams, d_read, table.first, table.count, states, written, d_errors, d_states,
-                *outputs, of_beta, *_strides(*launch.streams, d_read), tokens, heads, channels, width,
-                launch.channel_tile, bounded, launch.precision, num_warps=4, num_stages=1,
-            )  # fmt: skip
-    return *outputs, of_beta.sum(0).to(beta.dtype), d_state
+    _run(
+        gradients, pieces * chunks * heads,
+        *launch.streams, d_read, table.first, table.count, states, written, d_errors, d_states,
+        *outputs, of_beta, *_strides(*launch.streams, d_read), tokens, heads, channels, width,
+        launch.channel_tile, bounded, launch.precision, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    d_query, d_key, d_value, d_decay = outputs
+    return d_query, d_key, d_value, d_decay, of_beta.sum(0).to(beta.dtype), d_state
 
 
 @kda_flash.register_fake

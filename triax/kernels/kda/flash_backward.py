@@ -11,8 +11,8 @@ from triax.kernels.kda.flash_forward import add_rows, binary_gates, crossing, si
 @triton.jit
 @no_type_check
 def scan_back(
-    dout, dends, runs, run_first, run_tokens, run_chunk, run_slot, Kt, Qt, Kh, M, X, decay, R, dS, dstate,
-    ot, oh,
+    dread, dends, runs, run_first, run_tokens, run_chunk, run_slot, Kt, Qt, Kh, M, X, decay, R, dS, dstate,
+    rt, rh,
     H, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Walk one head of one sequence backwards; keeps the gradients of each chunk's last state and of its errors."""
@@ -45,7 +45,7 @@ def scan_back(
             n = (chunk + j) * H + h
             t = start + j * 64
             on = r < tokens - j * 64
-            place = dout + t * ot + h * oh + (r[:, None] * ot + column[None, :])
+            place = dread + t * rt + h * rh + (r[:, None] * rt + column[None, :])
             D = tl.trans(tl.load(place, mask=on[:, None], other=0.0))
             writes = tl.load(Kh + n * (64 * K) + rows)
             reads = tl.load(M + n * (64 * 64) + square)
@@ -67,8 +67,8 @@ def scan_back(
 @triton.jit
 @no_type_check
 def gradients(
-    q, k, v, g, beta, dout, first, count, states, Us, R, dS, dq, dk, dv, dg, db,
-    qt, qh, kt, kh, vt, vh, gt, gh, bt, bh, ot, oh, T,
+    q, k, v, g, beta, dread, first, count, states, Us, R, dS, dq, dk, dv, dg, db,
+    qt, qh, kt, kh, vt, vh, gt, gh, bt, bh, rt, rh, T,
     H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All gradients of a chunk and head on BK key channels, and on as large a share of the values."""
@@ -91,7 +91,7 @@ def gradients(
     k += start * kt + h * kh
     v += start * vt + h * vh
     g += start * gt + h * gh
-    dout += start * ot + h * oh
+    dread += start * rt + h * rh
     Us += slot * (64 * V)
     R += slot * (64 * V)
     states += slot * (K * V)
@@ -118,7 +118,7 @@ def gradients(
     of_query = tl.zeros((64, BK), tl.float32)
     for tile in tl.static_range(0, V, BV):
         z = tile + tl.arange(0, BV)
-        D = tl.load(dout + (r[:, None] * ot + z[None, :]), mask=on, other=0.0)
+        D = tl.load(dread + (r[:, None] * rt + z[None, :]), mask=on, other=0.0)
         U = tl.load(Us + (r[:, None] * V + z[None, :]))
         pairs = tl.dot(D, tl.trans(U), pairs, input_precision=PRECISION)
         S = tl.load(states + (z[:, None] * K + c[None, :]))

@@ -28,7 +28,7 @@ def halves(x):
 def add_rows(ones, x, EXACT: tl.constexpr):
     """Multiply rows x [64, K] with a matrix of ones and zeros, which is exact in bf16."""
     if EXACT:
-        return tl.dot(ones, x, input_precision="ieee")
+        return tl.dot(ones, x, input_precision="tf32x3")
     ones = ones.to(tl.bfloat16)
     high, low = halves(x)
     return tl.dot(ones, high, tl.dot(ones, low))
@@ -77,7 +77,7 @@ def unit_lower_inverse(A, EXACT: tl.constexpr):
     X = tl.where(t == i, 1.0, tl.where((t ^ i) == 1, -A, 0.0))
     if EXACT:
         for level in tl.static_range(1, 6):
-            all_below = tl.dot(X, tl.dot(A, X, input_precision="ieee"), input_precision="ieee")
+            all_below = tl.dot(X, tl.dot(A, X, input_precision="tf32x3"), input_precision="tf32x3")
             X -= tl.where(((t >> level) ^ (i >> level)) == 1, all_below, 0.0)
     else:
         A_high, A_low = halves(A)
@@ -177,7 +177,7 @@ def prepare(
 @no_type_check
 def scan(
     v, beta, state, runs, run_first, run_tokens, run_chunk, run_slot, Kt, Qt, Kh, M, X, decay, out, states, Us, ends,
-    vt, vh, bt, bh, ot, oh,
+    vt, vh, bt, bh, rt, rh,
     H, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Walk one head of one sequence; the transposed state [BV, K] stays in registers, the left operand of products."""
@@ -225,7 +225,7 @@ def scan(
             o = tl.dot(U, tl.trans(reads), o, input_precision=PRECISION)
             if KEEP:
                 tl.store(Us + n * (64 * V) + (r[None, :] * V + column[:, None]), U)
-            place = out + t * ot + h * oh + (r[None, :] * ot + column[:, None])
+            place = out + t * rt + h * rh + (r[None, :] * rt + column[:, None])
             tl.store(place, o.to(out.dtype.element_ty), mask=on[None, :])
         where = tl.load(run_slot + run).to(tl.int64)
         tl.store(ends + (where * H + h) * (K * V) + cell, S)
