@@ -37,15 +37,17 @@ def test_values_windows_and_gradients_equal_the_definition(lengths, num_taps, se
     torch.testing.assert_close(results[1], results[0], rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(("num_channels", "num_taps"), [(3, 4), (16, 4), (5, 6)])
-def test_a_cpu_gives_in_fp32_what_the_definition_gives_however_wide_the_stream(num_channels, num_taps):
+def test_a_cpu_gives_in_fp32_what_the_definition_gives_also_under_autocast(num_channels, num_taps, autocast):
     starts, leaves = (0, 40, 41, 60), []
     for shape in ((60, num_channels), (num_channels, num_taps), (3, num_taps - 1, num_channels)):
         leaves.append(torch.randn(shape, requires_grad=True))
     upstream, results = torch.randn(60, num_channels), []
     for path, kind in ((reference, torch.float64), (shifted, torch.float32)):
-        output, _ = path.short_conv(*(leaf.to(kind) for leaf in leaves), starts)
-        results.append([output.double(), *torch.autograd.grad(output, leaves, upstream.to(kind))])
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            output, _ = path.short_conv(*(leaf.to(kind) for leaf in leaves), starts)
+            results.append([output.double(), *torch.autograd.grad(output, leaves, upstream.to(kind))])
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-4)
 
 

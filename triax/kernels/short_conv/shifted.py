@@ -116,7 +116,8 @@ def _sums(source: Tensor, kernel: Tensor) -> Tensor:
     """Return each row's weighted sum as if the stream were one sequence that begins with zeros."""
     length, num_taps = len(source), kernel.shape[1]
     if _has_fused(source, kernel):
-        summed = conv2d(_image(source), _image_kernel(kernel), padding=(num_taps - 1, 0), groups=len(kernel))
+        with torch.autocast("cpu", enabled=False):
+            summed = conv2d(_image(source), _image_kernel(kernel), padding=(num_taps - 1, 0), groups=len(kernel))
         return _rows(summed)[:length]
     summed = source * kernel[:, -1]
     for lag in range(1, min(num_taps, length)):
@@ -128,10 +129,10 @@ def _sum_gradients(grad: Tensor, source: Tensor, kernel: Tensor) -> tuple[Tensor
     """Return the gradients of `_sums` for both arguments; the first `taps - 1` rows of `grad` are zero."""
     length, num_taps = len(source), kernel.shape[1]
     if _has_fused(source, kernel) and length >= num_taps:
-        backwards = _image_kernel(kernel.flip(1))
-        d_source = conv2d(_image(grad), backwards, padding=(num_taps - 1, 0), groups=len(kernel))
-        inner = _image(grad[num_taps - 1 :])
-        d_kernel = conv2d_weight(_image(source), backwards.shape, inner, groups=len(kernel))
+        backwards, inner = _image_kernel(kernel.flip(1)), _image(grad[num_taps - 1 :])
+        with torch.autocast("cpu", enabled=False):
+            d_source = conv2d(_image(grad), backwards, padding=(num_taps - 1, 0), groups=len(kernel))
+            d_kernel = conv2d_weight(_image(source), backwards.shape, inner, groups=len(kernel))
         return _rows(d_source)[num_taps - 1 :], d_kernel.view(kernel.shape)
     d_source = grad * kernel[:, -1]
     d_kernel = torch.zeros_like(kernel)
