@@ -133,11 +133,22 @@ def _(query, key, value, log_decay, beta, states, d_read, d_final, *_rest):
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs[:5], output[3])
     ctx.mark_non_differentiable(output[3])
+    ctx.set_materialize_grads(False)  # or the states of all chunks would get a gradient of zeros as large as they are
     ctx.state_dtype = None if inputs[5] is None else inputs[5].dtype
     ctx.numbers = inputs[6:]
 
 
-def _backward(ctx: Any, d_read: Tensor, d_final: Tensor, d_interior: Tensor, _d_states: Tensor) -> tuple[Any, ...]:
+def _backward(
+    ctx: Any, d_read: Tensor | None, d_final: Tensor | None, d_interior: Tensor | None, _: None
+) -> tuple[Any, ...]:
+    value, states = ctx.saved_tensors[2], ctx.saved_tensors[5]
+    starts, states_at = ctx.numbers[:2]
+    if d_read is None:
+        d_read = torch.zeros_like(value)
+    if d_final is None:
+        d_final = states.new_zeros(len(starts) - 1, *states.shape[1:])
+    if d_interior is None:
+        d_interior = states.new_zeros(len(states_at), *states.shape[1:])
     *of_inputs, d_state = kda_chunk_backward(*ctx.saved_tensors, d_read, d_final, d_interior, *ctx.numbers)
     return *of_inputs, None if ctx.state_dtype is None else d_state.to(ctx.state_dtype), *(None for _ in ctx.numbers)
 
