@@ -96,6 +96,15 @@ def test_the_nearest_name_comes_from_the_chosen_kind():
         ("data.held_out_share=1.5", "data.held_out_share must be less than 1; found `1.5`"),
         ("model.moe.top_k=40", "model.moe: top_k `40` is more than the eligible experts of num_experts `8`"),
         ("data.sources=[]", "data.sources must have at least 1 entries; found `[]`"),
+        ("optim.lr=inf", "optim.lr must be a finite number; found `inf`"),
+        ("optim.weight_decay=nan", "optim.weight_decay must be a finite number; found `nan`"),
+        ("optim.betas=[1.0, 0.9]", "optim.betas[0] must be less than 1; found `1.0`"),
+        ("optim.betas=[0.9]", "the setting `optim.betas[1]` is required; none was found; add it to the recipe"),
+        (f"train.seed={2**64}", "train.seed must be less than"),
+        ("model.multi_token=true", "model.multi_token must be a table; found `true`; write `none`"),
+        ("model.vision.width=63", "model.vision.width must be a multiple of 2; found `63`"),
+        ("model.mla.rope.theta=1", "model.mla.rope.theta must be more than 1; found `1`"),
+        ("model.mla.rope.yarn={factor = 2, beta_fast = 0}", "model.mla.rope.yarn.beta_fast must be more than 0"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_was_found(override, message):
@@ -147,6 +156,14 @@ def test_a_file_that_is_no_recipe_is_refused_by_name(tmp_path, content, message)
     path = tmp_path / "bad.toml"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=rf"bad\.toml: {message}"):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize("content", ["[1]", '{"recipe": 3}', "{", "[" * 100_000])
+def test_json_that_is_no_recipe_is_refused_by_name(tmp_path, content):
+    path = tmp_path / "bad.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"bad\.json: not a recipe written by a run"):
         load_recipe(path)
 
 

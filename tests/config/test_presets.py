@@ -76,6 +76,9 @@ def test_edges_of_the_counts_are_legal(edge):
         ({"moe": {"num_experts": 2, "top_k": 3, "expert_dim": 4}}, "top_k `3`"),
         ({"moe": {"num_experts": 3, "top_k": 1, "expert_dim": 4, "num_groups": 2}}, "num_groups `2`"),
         ({"num_dense_layers": 1}, "dense_dim is 0"),
+        ({"num_dense_layers": 9, "dense_dim": 8}, "num_dense_layers `9` is more than num_layers"),
+        ({"mla": SMALL["mla"] | {"rope_dim": 3, "rope": {}}}, "rope_dim is `3`"),
+        ({"mla": SMALL["mla"] | {"rope_dim": 0, "rope": {}}}, "rope_dim is `0`"),
     ],
 )
 def test_a_model_that_cannot_be_built_is_refused(fault, message):

@@ -29,6 +29,7 @@ EXPECTED = {
     "greater_than_equal": "must be at least {ge:g}",
     "less_than": "must be less than {lt:g}",
     "less_than_equal": "must be at most {le:g}",
+    "multiple_of": "must be a multiple of {multiple_of}",
     "too_short": "must have at least {min_length} entries",
     "too_long": "must have at most {max_length} entries",
 }
@@ -87,7 +88,7 @@ def _sentence(
         was = f"; found `{found['kind']}`" if isinstance(found, Mapping) and "kind" in found else ""
         return f"{path}.kind must be one of {kinds}{was}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return f"{path or 'the recipe'} must be a table; found `{found}`{_off(annotation)}"
+        return f"{path or 'the recipe'} must be a table; found `{_shown(found)}`{_off(annotation)}"
     expected = EXPECTED.get(kind)
     wanted = expected.format(**context) if expected else error["msg"][:1].lower() + error["msg"][1:]
     quoted = isinstance(found, str) and kind not in ("literal_error", "string_type")
@@ -113,7 +114,8 @@ def _missing(path: str, table: type[Settings] | None) -> str:
     field = table.model_fields.get(path.rpartition(".")[2]) if table else None
     meaning = f" ({field.description.splitlines()[0].rstrip('.').lower()})" if field and field.description else ""
     what = "the table" if field is not None and tables(field.annotation) else "the setting"
-    return f"{what} `{path}`{meaning} is required; none was found; add it to the recipe or give `{path}=…`"
+    give = "" if "[" in path else f" or give `{path}=…`"  # no word of the command line reaches into a list
+    return f"{what} `{path}`{meaning} is required; none was found; add it to the recipe{give}"
 
 
 def _off(annotation: Any) -> str:

@@ -120,17 +120,22 @@ def read(path: Path, above: tuple[Path, ...] = ()) -> list[tuple[str, Tree]]:
 def _parse(path: Path) -> Tree:
     try:
         text = path.read_bytes().decode("utf-8")
-        if path.suffix == ".json":
-            tree = json.loads(text)
-            return tree.get("recipe", tree)
-        return tomllib.loads(text)
+        if path.suffix != ".json":
+            return tomllib.loads(text)
+        written = json.loads(text)
+        tree = written.get("recipe", written) if isinstance(written, dict) else written
+        if not isinstance(tree, dict):
+            raise ConfigError(
+                f"{short(path)}: not a recipe written by a run; found `{type(tree).__name__}` where a table belongs"
+            )
+        return tree
     except UnicodeDecodeError as problem:
         raise ConfigError(
             f"{short(path)}: not a text file in UTF-8; {problem.reason} at byte {problem.start}"
         ) from None
     except tomllib.TOMLDecodeError as problem:
         raise ConfigError(f"{short(path)}: not TOML; {str(problem)[:1].lower()}{str(problem)[1:]}") from None
-    except (json.JSONDecodeError, AttributeError) as problem:
+    except (json.JSONDecodeError, RecursionError) as problem:
         raise ConfigError(f"{short(path)}: not a recipe written by a run; {problem}") from None
     except OSError as problem:
         raise ConfigError(f"{short(path)}: cannot be read; {problem.strerror}") from None

@@ -63,20 +63,20 @@ class Yarn(Settings):
     """Longest context over the original one."""
     original_len: PositiveInt = 4096
     """Context before stretching, in tokens."""
-    beta_fast: float = 32.0
+    beta_fast: float = Field(32.0, gt=0)
     """Rotations over the original context above which a frequency is kept."""
-    beta_slow: float = 1.0
+    beta_slow: float = Field(1.0, gt=0)
     """Rotations over the original context below which a frequency is divided by the factor."""
-    mscale: float = 1.0
+    mscale: float = Field(1.0, ge=0)
     """Numerator scale of the cosine table."""
-    mscale_all_dim: float = 1.0
+    mscale_all_dim: float = Field(1.0, ge=0)
     """Scale of the logits: they are multiplied by (0.1 mscale_all_dim ln(factor) + 1) squared."""
 
 
 class Rope(Settings):
     """Rotary positions on the head-shared key part (K2, Moonlight); absent in NoPE models."""
 
-    theta: float = Field(50000.0, gt=0)
+    theta: float = Field(50000.0, gt=1)
     """Base of the frequencies."""
     yarn: Yarn | None = None
     """Stretching for long context."""
@@ -103,6 +103,15 @@ class Mla(Settings):
     """Rotary positions; none is NoPE."""
     latent_norm_eps: float = Field(1e-6, gt=0)
     """Epsilon of the two latent norms; the shipped code uses 1e-6 whatever the model's own."""
+
+    @model_validator(mode="after")
+    def _channels_turn_in_pairs(self) -> "Mla":
+        if self.rope is not None and (self.rope_dim == 0 or self.rope_dim % 2):
+            raise ValueError(
+                f"rope turns pairs of channels, but rope_dim is `{self.rope_dim}`; "
+                "make rope_dim even and more than 0, or leave rope out"
+            )
+        return self
 
 
 class Moe(Settings):
@@ -216,6 +225,10 @@ class Model(Settings):
         for part, needed in needs.items():
             if needed and getattr(self, part) is None:
                 raise ValueError(f"a layer needs the table `{part}`; none was found; add it")
+        if self.num_dense_layers > self.num_layers:
+            raise ValueError(
+                f"num_dense_layers `{self.num_dense_layers}` is more than num_layers `{self.num_layers}`; lower it"
+            )
         if self.num_dense_layers > 0 and self.dense_dim == 0:
             raise ValueError(f"num_dense_layers is `{self.num_dense_layers}` but dense_dim is 0; give the dense width")
         if self.vision is not None and self.vision.slot_token >= self.vocab_size:

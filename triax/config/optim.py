@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 
 from triax.config.settings import Settings
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class QkClip(Settings):
     """Weight clipping of K2: shrink a head's query and key weights when its largest logit passes the threshold."""
@@ -24,7 +26,7 @@ class AdamW(Settings):
     """Peak learning rate."""
     weight_decay: float = Field(0.1, ge=0)
     """Decoupled decay of matrices; norms, biases and gates are not decayed."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of the first and second moment."""
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the second moment."""
@@ -48,7 +50,7 @@ class MuonClip(Settings):
     """Root mean square that an orthogonal update is scaled to."""
     newton_schulz_steps: int = Field(5, ge=1)
     """Iterations of the orthogonalisation."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's moments for the parameters that are not matrices."""
     eps: float = Field(1e-8, gt=0)
     """Added to the root of AdamW's second moment."""

@@ -6,4 +6,4 @@ from pydantic import BaseModel, ConfigDict
 class Settings(BaseModel):
     """Base of every settings table: unknown keys are refused and values never change after validation."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)

@@ -24,7 +24,7 @@ class Run(Settings):
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of matrix products; `auto` is bf16 on a GPU and fp32 on a CPU, where few processors multiply bf16
     themselves. Weights, optimiser and states stay fp32."""
-    seed: NonNegativeInt = 0
+    seed: int = Field(0, ge=0, lt=2**64)
     """Seed of weights, order and sampling."""
     log_every: PositiveInt = 10
     """Steps between lines of the log; metrics are written every step."""
