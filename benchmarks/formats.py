@@ -1,17 +1,23 @@
 """Speed of everything that reads or writes a released format, each beside what it is measured against.
 
-Run: python -m benchmarks.formats [mx tokenizer xtml] [--json]
+Run: python -m benchmarks.formats [mx convert tokenizer xtml] [--json]
 """
 
 import argparse
 import json
 from collections.abc import Callable, Mapping
 
+from benchmarks.formats_convert import convert
 from benchmarks.formats_mx import mx
 from benchmarks.formats_tokenizer import tokenizer
 from benchmarks.formats_xtml import xtml
 
-SECTIONS: dict[str, Callable[[], Mapping[str, object]]] = {"mx": mx, "tokenizer": tokenizer, "xtml": xtml}
+SECTIONS: dict[str, Callable[[], Mapping[str, object]]] = {
+    "mx": mx,
+    "convert": convert,
+    "tokenizer": tokenizer,
+    "xtml": xtml,
+}
 
 
 def main() -> None:

@@ -72,6 +72,27 @@ def test_u090_the_tensors_decide_what_is_packed_and_not_the_ignore_list(miniatur
     assert torch.equal(state["layers.1.mlp.shared.gate.weight"].double(), expected)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_name_of_a_release_is_loaded_at_toy_widths(miniature, tmp_path, family):
+    full = miniature.FULL[family]
+    sizes = miniature.replace(
+        miniature.toy(family), layers=full.layers, mla=full.mla, experts=full.experts, top_k=full.top_k, hidden=64,
+        dense=64, expert=32, latent=32 if full.latent else 0, blocks=full.blocks,
+    )  # fmt: skip
+    tensors = miniature.write(family, tmp_path / family, sizes)
+    counts = {"kimi_k3": 497_220, "kimi_linear": 20_493, "kimi_k2": 139_644, "kimi_k25": 208_550, "moonlight": 5_317}
+    # The toy towers have two layers instead of 27: 25 blocks fewer, of 6 matrices and norms, twice as many with biases.
+    missing = {"kimi_k3": 25 * 6, "kimi_k25": 25 * 12}.get(family, 0)
+    assert len(tensors) == counts[family] - missing
+    state = load_released(tmp_path / family).state_dict()
+    ledger = account(tmp_path / family)
+    for spec in ledger.specs[:: max(1, len(ledger.specs) // 500)]:
+        found = state[spec.ours] if spec.index is None else state[spec.ours][spec.index]
+        expected = miniature.values_of(tensors, spec.name).flatten()[: found.numel()].view(found.shape)
+        assert torch.equal(found.double(), expected.to(found.dtype).double()), spec.name
+
+
 # --- parts
 
 

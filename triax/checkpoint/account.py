@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from triax.checkpoint.collector import held_collector
 from triax.checkpoint.forms import Form, can_be_packed, parts
 from triax.checkpoint.header import Stored
 from triax.checkpoint.names import PREFIX, TensorSpec, accepts, inventory, own_inventory
@@ -87,6 +88,7 @@ def account(folder: Path, towers: Towers = "all", needed: Callable[[TensorSpec],
     return found
 
 
+@held_collector()
 def examine(folder: Path, towers: Towers = "all", needed: Callable[[TensorSpec], bool] | None = None) -> Account:
     """Hold the folder's headers against its config; what is wrong is listed in `problems`.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from triax.checkpoint.account import OWN, Account, Entry, account
+from triax.checkpoint.collector import held_collector
 from triax.checkpoint.compose import compose
 from triax.checkpoint.cut import cut_settings, origin
 from triax.checkpoint.forms import Form, Part, fits, is_released_as, parts
@@ -86,6 +87,7 @@ class Plan:
         return sum(len(output.parts) for shard in self.shards for output in shard.outputs)
 
 
+@held_collector()
 def make_plan(source: Path, to: Target, *, layers: range | None = None, shard_bytes: int = SHARD_BYTES) -> Plan:
     """Read the headers of a folder of weights and lay out its conversion.
 
