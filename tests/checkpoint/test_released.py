@@ -278,17 +278,6 @@ def test_a_broken_index_is_refused(folder, content):
     refused(folder, INDEX)
 
 
-def test_u086_codes_without_their_scales_are_refused(folder):
-    name = f"{K3_LAYER}block_sparse_moe.experts.0.w1.weight"
-
-    def lose_scales(tensors):
-        del tensors[name]
-        tensors[f"{name}_packed"] = torch.zeros(32, 16, dtype=torch.uint8)
-
-    rewrite(folder, lose_scales)
-    refused(folder, "1 missing", f"{name}_scale")
-
-
 def test_a_weight_both_plain_and_packed_is_refused(folder):
     name = f"{K3_LAYER}block_sparse_moe.experts.0.w1.weight"
     packed = {f"{name}_packed": torch.zeros(32, 16, dtype=torch.uint8), f"{name}_scale": torch.ones(32, 1).byte()}
