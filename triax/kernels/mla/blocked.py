@@ -38,6 +38,8 @@ def attend(
 class _Plan(NamedTuple):
     blocks: list[tuple[slice, slice]]
     """Queries of each block, and the keys that any of them sees."""
+    partial: dict[int, list[slice]]
+    """For the first query of each block, the keys among them that not all of its queries see: at most two ranges."""
     first: Tensor
     """First key that each query sees."""
     last: Tensor
@@ -53,8 +55,14 @@ def _plan(query_starts: tuple[int, ...], key_starts: tuple[int, ...], device: st
     first = torch.tensor(key_starts[:-1]).repeat_interleave(counts)
     last = torch.arange(length) + ahead.repeat_interleave(counts)
     blocks = [slice(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK)]
-    spans = [(rows, slice(int(first[rows.start]), int(last[rows.stop - 1]) + 1)) for rows in blocks]
-    return _Plan(spans, first.to(device)[:, None], last.to(device)[:, None])
+    spans, partial = [], {}
+    for rows in blocks:
+        begin, end = int(first[rows.start]), int(last[rows.stop - 1]) + 1
+        low = int(first[rows.stop - 1])  # from here to the last key of the first query, all queries see all keys
+        high = max(low, int(last[rows.start]) + 1)
+        spans.append((rows, slice(begin, end)))
+        partial[rows.start] = [some for some in (slice(begin, low), slice(high, end)) if some.start < some.stop]
+    return _Plan(spans, partial, first.to(device)[:, None], last.to(device)[:, None])
 
 
 class _Attend(torch.autograd.Function):
@@ -100,5 +108,9 @@ class _Attend(torch.autograd.Function):
 
 def _logits(query: Tensor, key: Tensor, plan: _Plan, rows: slice, keys: slice) -> Tensor:
     logit = query[:, rows] @ key[:, keys].transpose(1, 2)
-    place = torch.arange(keys.start, keys.stop, device=logit.device)
-    return logit.masked_fill_((place < plan.first[rows]) | (place > plan.last[rows]), -torch.inf)
+    first, last = plan.first[rows], plan.last[rows]
+    for some in plan.partial[rows.start]:
+        place = torch.arange(some.start, some.stop, device=logit.device)
+        part = logit[:, :, some.start - keys.start : some.stop - keys.start]
+        part.masked_fill_((place < first) | (place > last), -torch.inf)
+    return logit
