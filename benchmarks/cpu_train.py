@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from triax.checkpoint.released import save_released
 from triax.config.model import Model
+from triax.machine import keep_freed_memory
 from triax.model.cache import Cache, KdaCache, MlaCache
 from triax.model.count import sheet
 from triax.model.decoder import Decoder
@@ -194,6 +195,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     words = parser.parse_args()
 
+    keep_freed_memory()  # as `triax train` does; the other side gains by it too
     torch.manual_seed(0)
     ours = Decoder(SETTINGS).train()
     theirs = read_by_transformers(ours, words.experts)
