@@ -7,7 +7,7 @@ from triax.config import show
 from triax.config.load import Loaded
 from triax.config.train import Recipe, Run
 from triax.data.tokenizer import Tokenizer
-from triax.errors import CheckpointError
+from triax.errors import CheckpointError, ConfigError
 from triax.model.decoder import Decoder
 from triax.serve.engine import Engine
 from triax.serve.open import open_engine
@@ -50,6 +50,12 @@ def test_released_weights_with_a_tokenizer_beside_them_answer(model, tokenizer, 
         open_engine(folder)
     tokenizer.save(folder / "tokenizer.json")
     assert open_engine(folder).generate(["def f"], 12) == Engine(model, tokenizer).generate(["def f"], 12)
+
+
+@pytest.mark.parametrize("device", ["tpu", "", "meta", "cuda:4096"])
+def test_a_device_that_is_not_there_is_refused_by_name(run_dir, device):
+    with pytest.raises(ConfigError, match=rf"^device: .*`{device}`"):
+        open_engine(run_dir, device)
 
 
 def test_a_folder_without_a_model_is_refused_by_name(tmp_path):

@@ -78,4 +78,12 @@ def test_stopping_a_text_keeps_the_conversation(engine, monkeypatch):
     written, said = [], []
     talk(stopping, ["a", "b"], written.append, said.append, Manner())
     assert "".join(written) == "asome\nbsome\n"
-    assert said == ["\nstopped"] * 2
+    assert said == ["stopped"] * 2
+
+
+@pytest.mark.parametrize(("word", "message"), [(f"seed={2**64}", "seed is out of range"), ("tokens=-1", "max_tokens")])
+def test_a_setting_out_of_range_is_said_and_the_conversation_goes_on(conversation, word, message):
+    written, said = conversation(f"/set {word}", "def f", "/set seed=0", "/set tokens=2", "x")
+    assert message in said[0]
+    assert not any("ended the text" in text for text in said[:1])
+    assert written.startswith("def f\nx")

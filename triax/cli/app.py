@@ -1,6 +1,7 @@
 """The command `triax`: its verbs, and how failures reach the shell."""
 
 import errno
+import io
 import sys
 from collections.abc import Sequence
 
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: Words after `triax`; those of the shell if not given.
     """
+    _take_any_text()
     try:
         app(args=arguments)
     except TriaxError as problem:
@@ -43,7 +45,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as problem:
         if problem.errno not in FULL_OR_FORBIDDEN:
             raise
-        _fail(f"{problem.filename or 'disk'}: cannot be written or read; {str(problem.strerror).lower()}", 1)
+        found = str(problem.strerror).lower()
+        _fail(
+            f"{problem.filename or 'disk'}: cannot be written or read; found {found}; make room or give access, "
+            "and go on: what was saved before is still there",
+            1,
+        )
+
+
+def _take_any_text() -> None:
+    """Let no byte that is typed, and no character that a terminal lacks, break a command off in the middle."""
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
 
 
 def _fail(message: str, status: int) -> None:

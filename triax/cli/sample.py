@@ -33,7 +33,8 @@ def sample(
         told = {"prompt": text, "text": done.text, "tokens": len(done.tokens), "finish_reason": done.finish_reason}
         print(json.dumps(told, ensure_ascii=False))
         return
+    pieces = engine.stream(text, max_tokens, stop=stop or (), **options)  # refuses before anything is written
     print(text, end="", flush=True)
-    for piece in engine.stream(text, max_tokens, stop=stop or (), **options):
+    for piece in pieces:
         print(piece, end="", flush=True)
     print()

@@ -139,6 +139,8 @@ class Engine:
             done = len(sequence.pieces)
 
     def _start(self, prompt: Prompt, seed: int, stop: Sequence[str]) -> _Sequence:
+        if not 0 <= seed < 2**64:
+            raise ConfigError(f"engine: seed is out of range; found `{seed}`; give a number from 0 to 2^64 - 1")
         border = self.tokenizer.border
         tokens = [border, *self.tokenizer.encode(prompt)] if isinstance(prompt, str) else list(prompt) or [border]
         wrong = [token for token in tokens if not 0 <= token < self.model.settings.vocab_size]

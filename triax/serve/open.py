@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-import torch
-
 from triax.checkpoint.released import load_released
 from triax.checkpoint.run import CHECKPOINTS, TOKENIZER, load_model
 from triax.checkpoint.sharded import MANIFEST
 from triax.data.tokenizer import Tokenizer
 from triax.errors import CheckpointError
+from triax.model.device import device_of
 from triax.serve.engine import Engine
 
 CONFIG = "config.json"
@@ -23,9 +22,10 @@ def open_engine(folder: Path, device: str = "auto") -> Engine:
         device: Where the model runs; `auto` is a GPU if there is one.
 
     Raises:
+        ConfigError: This machine has no such device.
         CheckpointError: The folder is none of these, or what it holds is damaged.
     """
-    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    place = device_of(device, "device")
     if (folder / CHECKPOINTS).is_dir() or (folder / MANIFEST).is_file():
         return Engine(*load_model(folder, place))
     if (folder / CONFIG).is_file():

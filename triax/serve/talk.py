@@ -68,7 +68,8 @@ def talk(
 def _continue(
     engine: Engine, document: str, write: Callable[[str], None], say: Callable[[str], None], manner: Manner
 ) -> str:
-    pieces = []
+    pieces: list[str] = []
+    trouble = ""
     try:
         for piece in engine.stream(
             document,
@@ -82,12 +83,12 @@ def _continue(
             pieces.append(piece)
             write(piece)
     except KeyboardInterrupt:
-        say("\nstopped")
+        trouble = "stopped"
     except TriaxError as problem:
-        say(str(problem))
+        trouble = str(problem)
     write("\n")
-    if not pieces:
-        say("the model ended the text here")
+    if trouble or not pieces:
+        say(trouble or "the model ended the text here")
     return "".join(pieces)
 
 

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from triax.checkpoint.run import TOKENIZER
 from triax.config.train import Recipe
 from triax.data.corpus import Corpus
@@ -15,6 +13,7 @@ from triax.data.tokenizer import Tokenizer
 from triax.errors import ConfigError
 from triax.model.count import sheet
 from triax.model.decoder import Decoder
+from triax.model.device import device_of
 from triax.optim.build import Optimizer
 from triax.optim.build import build as build_optimizer
 from triax.train.progress import short
@@ -68,23 +67,6 @@ def build(recipe: Recipe, run_dir: Path, say: Callable[[str], None]) -> Parts:
         say("vision: the text holds no pictures, so the tower is frozen: it costs no gradients and no optimiser state")
     optimizer = build_optimizer(model, recipe.optim)
     return Parts(corpus, tokenizer, loader, held_out, num_bytes / num_tokens, model, optimizer)
-
-
-def device_of(name: str) -> torch.device:
-    """Return the device that a setting names; `auto` is a GPU if there is one.
-
-    Raises:
-        ConfigError: This machine has no such device.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as problem:
-        first = str(problem).splitlines()[0]
-        raise ConfigError(f"train.device `{name}`: this machine has no such device; {first}; use `auto`") from None
-    return device
 
 
 def _tokenizer(corpus: Corpus, recipe: Recipe, path: Path) -> Tokenizer:
