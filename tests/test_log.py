@@ -1,6 +1,7 @@
 import io
 import logging
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,13 @@ def test_the_kept_log_has_time_and_room(tmp_path):
     log.configure(io.StringIO(), tmp_path / "log.txt")
     log.logger("data").info("x")
     assert "triax.data INFO x" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_kept_log_on_a_full_disk_falls_silent_and_disturbs_nothing(capsys):
+    log.configure(file=Path("/dev/full"))
+    log.logger("data").info("x")
+    log.configure()
+    assert capsys.readouterr().err == "x\n"
 
 
 def test_details_are_shown_only_when_asked_for():

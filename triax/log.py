@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -66,6 +67,22 @@ class Spoken(logging.StreamHandler[Stream]):
         super().emit(record)
 
 
+class Kept(logging.FileHandler):
+    """A log that is kept, with time and room in front of each line; on a full disk it falls silent, and only it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8")
+        self.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Pass over a line that could not be written: the run itself says what is wrong."""
+
+    def close(self) -> None:
+        """Close the file; what no longer fits is lost."""
+        with suppress(OSError):
+            super().close()
+
+
 def configure(stream: Stream | None = None, file: Path | None = None, *, verbose: bool = False) -> None:
     """Send all rooms' words to a stream, and to a file if one is given; calling it again replaces what was set.
 
@@ -82,7 +99,5 @@ def configure(stream: Stream | None = None, file: Path | None = None, *, verbose
     spoken.setFormatter(Plain(colour=wants_colour(stream or sys.stderr)))
     root.addHandler(spoken)
     if file is not None:
-        kept = logging.FileHandler(file)
-        kept.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-        root.addHandler(kept)
+        root.addHandler(Kept(file))
     root.setLevel(logging.DEBUG if verbose else logging.INFO)

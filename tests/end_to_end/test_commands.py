@@ -3,6 +3,10 @@
 import io
 import json
 import logging
+import os
+import shutil
+import subprocess
+import sys
 from contextlib import chdir, redirect_stderr, redirect_stdout
 
 import pytest
@@ -114,11 +118,45 @@ def test_options_out_of_range_are_refused_by_name(place):
     assert err.startswith("error: sampling: top_p is out of range")
 
 
+@pytest.mark.parametrize("option", [("--top-p", "0"), ("--seed", str(2**64))])
+def test_a_refused_sample_writes_nothing(place, option):
+    folder, _ = place
+    status, out, err = triax(folder, "sample", "runs/mine", "x", *option)
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ")
+
+
+def test_bytes_that_are_no_text_are_refused_by_place_not_by_a_traceback(place):
+    folder, _ = place
+    command = [sys.executable, "-c", "from triax.cli.app import main; main()", "sample", "runs/mine", "-"]
+    strict = os.environ | {"PYTHONIOENCODING": "ascii:strict", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, input=b"line\xe9", cwd=folder, env=strict, capture_output=True)
+    assert (ended.returncode, ended.stdout) == (1, b"")
+    assert ended.stderr.startswith(b"error: text 0: not valid Unicode; found a lone surrogate")
+
+
+def test_a_run_folder_goes_on_where_it_lies(place):
+    folder, result = place
+    (folder / "elsewhere").mkdir()
+    shutil.copytree(folder / "runs" / "mine", folder / "elsewhere" / "copy")
+    status, out, _ = triax(folder, "train", "elsewhere/copy", "--resume", "--json")
+    assert status == 0
+    assert json.loads(out) == result
+    assert not (folder / "runs" / "copy").exists()
+
+
+def test_a_run_that_was_refused_for_its_text_may_be_begun_anew(place):
+    folder, _ = place
+    words = ("train", "mine.toml", "train.tokens=64", "train.batch_tokens=64", "train.micro_tokens=64")
+    assert triax(folder, *words, "data.sources=[{kind='folder', path='ntoes'}]", "--run", "runs/again")[0] == 1
+    assert triax(folder, *words, "--run", "runs/again")[0] == 0
+
+
 def test_text_that_is_not_there_is_named(place):
     folder, _ = place
     source = "data.sources=[{kind='folder', path='nowhere'}]"
     status, _, err = triax(folder, "train", "mine.toml", source, "--run", "runs/other")
-    assert status in (1, 2)
+    assert status == 1
     assert err.startswith("error: ")
     assert "nowhere" in err
 

@@ -3,6 +3,7 @@
 import json
 import math
 import resource
+import shutil
 import signal
 
 import pytest
@@ -14,7 +15,7 @@ from triax.config.load import load_recipe
 from triax.errors import CheckpointError, ConfigError, TrainError
 from triax.model.layout import Layout
 from triax.train import metrics
-from triax.train.loop import train
+from triax.train.loop import train, trunk
 from triax.train.run import Run
 
 TEXT = "".join(f"line {n}: the square of {n} is {n * n}, and of {n + 1} it is {(n + 1) ** 2}.\n" for n in range(40))
@@ -160,6 +161,21 @@ def test_a_branch_decays_from_a_checkpoint_of_another_run(ended, recipe, tmp_pat
     lines = metrics.read(tmp_path / "branch" / "metrics.jsonl")
     assert [line["step"] for line in lines if "train/loss" in line] == [11, 12]
     assert result.tokens == 1536
+
+
+def test_a_run_is_a_trunk_to_branch_off_from_and_anything_else_is_refused(ended, recipe, tmp_path):
+    assert trunk(ended[0]) == ended[0] / "checkpoints" / "step-20"
+    for place in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(CheckpointError, match="no checkpoint to branch off from"):
+            train(recipe(), tmp_path / "branch", branch=place)
+    assert not (tmp_path / "branch" / "recipe.json").exists()
+
+
+def test_a_page_that_found_no_room_is_written_on_the_next_call(ended, recipe, tmp_path):
+    shutil.copytree(ended[0], tmp_path / "run")
+    (tmp_path / "run" / "report.html").unlink()
+    train(recipe("train.baselines=true"), tmp_path / "run", resume=True)
+    assert "</html>" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_signal_saves_and_the_run_goes_on(shallow, tmp_path):

@@ -52,8 +52,8 @@ def test_a_full_disk_stops_the_run_with_advice():
     sink.file = open("/dev/full", "w")  # noqa: SIM115
     with pytest.raises(TrainError, match="No space left on device; make room and resume"):
         sink.write(1, {"train/loss": 1.0})
-    with pytest.raises(OSError, match="No space"):
-        sink.file.close()
+    sink.close()  # has nothing to add
+    assert sink.file.closed
 
 
 def test_a_file_that_cannot_be_written_is_reported(tmp_path):

@@ -24,11 +24,20 @@ def test_a_new_folder_holds_the_resolved_recipe_its_origins_and_the_environment(
     assert json.loads((path / "recipe.json").read_text())["origins"] == {"optim.lr": "nano.toml"}
     environment = json.loads((path / "environment.json").read_text())
     assert environment["versions"]["torch"].startswith("2.")
+    (path / "tokenizer.json").write_text("{}")
     assert run_folder.prepare(path, resume=True) is True
+
+
+def test_a_run_that_has_not_read_its_text_may_be_begun_anew(tmp_path, recipe):
+    run_folder.record(tmp_path, recipe, None)
+    (tmp_path / "log.txt").write_text("")
+    for resume in (True, False):
+        assert run_folder.prepare(tmp_path, resume=resume) is False
 
 
 def test_a_folder_that_holds_a_run_needs_resume(tmp_path, recipe):
     run_folder.record(tmp_path, recipe, None)
+    (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"holds a run already.*--resume"):
         run_folder.prepare(tmp_path, resume=False)
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from triax.errors import ConfigError
 from triax.train.metrics import TensorBoard, WeightsAndBiases
 
 STEPS = [{"train/loss": 2.5, "router/load_cv_per_layer": [0.1, 0.2]}, {"train/loss": 2.25}]
@@ -33,3 +34,14 @@ def test_weights_and_biases_keeps_a_run_offline(tmp_path, monkeypatch):
     (kept,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     assert b"router/load_cv_per_layer/1" in kept.read_bytes()
     assert b"2.25" in kept.read_bytes()
+
+
+def test_weights_and_biases_without_a_login_is_refused_with_the_remedy(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+
+    def init(**options):  # as the real one ends without a key, which is asked for once in a process only
+        raise wandb.errors.UsageError("No API key configured. Use `wandb login` to log in.")
+
+    monkeypatch.setattr(wandb, "init", init)
+    with pytest.raises(ConfigError, match=r"train\.wandb: no run can be opened.*No API key.*WANDB_MODE=offline"):
+        WeightsAndBiases("triax", tmp_path, {})

@@ -12,13 +12,15 @@ def train(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings laid over it: `optim.lr=1e-3`.")
     ] = None,
     run: Annotated[
-        Path | None, typer.Option("--run", metavar="DIR", help="Run folder; runs/NAME if not given.")
+        Path | None,
+        typer.Option("--run", metavar="DIR", help="Run folder; if not given, RECIPE if it is one, else runs/NAME."),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint, or start if there is no run.")
     ] = False,
     branch: Annotated[
-        Path | None, typer.Option("--branch", metavar="CHECKPOINT", help="Start from another run's checkpoint.")
+        Path | None,
+        typer.Option("--branch", metavar="CHECKPOINT", help="Start from another run, or one of its checkpoints."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the plan, train nothing.")
@@ -36,7 +38,7 @@ def train(
 
     loaded = load(Recipe, recipe, settings or ())
     plan = loaded.settings.train
-    folder = run or Path("runs") / (loaded.path.parent.name if loaded.path.name == "recipe.json" else loaded.path.stem)
+    folder = run or (loaded.path.parent if loaded.path.name == "recipe.json" else Path("runs") / loaded.path.stem)
     if dry_run:
         counted = sheet(loaded.settings.model, loaded.settings.data.seq_len)
         print(as_toml(loaded))

@@ -7,7 +7,8 @@ from pathlib import Path
 from triax.checkpoint import sharded
 from triax.checkpoint.run import CHECKPOINTS, recipe_of
 from triax.config.train import Recipe
-from triax.train import run_folder
+from triax.errors import CheckpointError
+from triax.train import report, run_folder
 from triax.train.metrics import Metrics
 from triax.train.run import Result, Run
 from triax.train.run_folder import RESULT
@@ -33,7 +34,8 @@ def train(
         resume: Go on from the newest checkpoint of the folder, or begin if there is none.
         origins: Where the recipe's values came from; written down.
         on_step: Called after each step with its number and metrics.
-        branch: Checkpoint of another run to start from, such as for a decay; length and schedule may differ.
+        branch: Another run, or one of its checkpoints, to start from, such as for a decay; length and schedule may
+            differ.
 
     Raises:
         ConfigError: The folder cannot be used.
@@ -43,7 +45,7 @@ def train(
     """
     there = run_folder.prepare(run_dir, resume=resume)
     found = sharded.steps(run_dir / CHECKPOINTS)
-    start = found[0] if found else branch
+    start = found[0] if found else trunk(branch)
     if start is not None:
         run_folder.refuse_other_settings(start, sharded.settings_of(start), recipe, run_folder.world_size())
     elif there:
@@ -61,6 +63,22 @@ def train(
         return run.end(stop.asked)
 
 
+def trunk(branch: Path | None) -> Path | None:
+    """Return the checkpoint to branch off from: the one that is named, or the newest of a run.
+
+    Raises:
+        CheckpointError: The path is neither.
+    """
+    if branch is None or (branch / sharded.MANIFEST).exists():
+        return branch
+    if (branch / CHECKPOINTS).is_dir():
+        return sharded.newest(branch / CHECKPOINTS)
+    found = "a folder of something else" if branch.is_dir() else "a file" if branch.exists() else "nothing"
+    raise CheckpointError(
+        f"{branch}: no checkpoint to branch off from; found {found}; name a run folder or one of its checkpoints"
+    )
+
+
 def _ended(run_dir: Path, recipe: Recipe, start: Path | None) -> Result | None:
     """Return the result of a run that has nothing left to do."""
     path = run_dir / RESULT
@@ -68,4 +86,8 @@ def _ended(run_dir: Path, recipe: Recipe, start: Path | None) -> Result | None:
         return None
     result = Result(**json.loads(path.read_text()))
     wants_baselines = recipe.train.baselines and not result.baselines
-    return result if result.tokens >= recipe.train.tokens and not wants_baselines else None
+    if result.tokens < recipe.train.tokens or wants_baselines:
+        return None
+    if not (run_dir / report.PAGE).exists():
+        report.write(run_dir)  # the run ended, but there was no room for its page
+    return result

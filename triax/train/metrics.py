@@ -8,6 +8,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -69,8 +70,9 @@ class JsonLines:
         return self.file.tell()
 
     def close(self) -> None:
-        """Close the file."""
-        self.file.close()
+        """Close the file; what no longer fits was reported when it was written."""
+        with suppress(OSError):
+            self.file.close()
 
 
 class TensorBoard:
@@ -97,9 +99,15 @@ class WeightsAndBiases:
     def __init__(self, project: str, folder: Path, settings: Mapping[str, Any]) -> None:
         """Open the project's run of this folder, or make it."""
         identity = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
-        self.run = _extra("wandb", "wandb", "train.wandb").init(
-            project=project, dir=str(folder), name=folder.name, config=dict(settings), resume="allow", id=identity
-        )
+        wandb = _extra("wandb", "wandb", "train.wandb")
+        try:
+            self.run = wandb.init(
+                project=project, dir=str(folder), name=folder.name, config=dict(settings), resume="allow", id=identity
+            )
+        except wandb.Error as problem:
+            raise ConfigError(
+                f"train.wandb: no run can be opened; found {problem}; log in, set WANDB_MODE=offline, or leave it empty"
+            ) from None
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Log every number."""

@@ -45,10 +45,12 @@ def write(run_dir: Path, samples: Sequence[tuple[str, str]] = ()) -> Path:
         f"<h2>Environment</h2>{_table(flat(environment))}",
     ]
     page = run_dir / PAGE
-    page.write_text(
+    draft = page.with_name(f"{PAGE}.tmp")
+    draft.write_text(
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(run_dir.name)}</title>'
         f"<style>{STYLE}</style>{''.join(sections)}</html>\n"
     )
+    draft.rename(page)
     return page
 
 

@@ -1,6 +1,7 @@
 """A run in progress: its parts, its position, and where its numbers go."""
 
 import logging
+import math
 import random
 import time
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from triax.checkpoint.run import CHECKPOINTS
 from triax.config.train import Recipe
 from triax.data.baseline import baselines
 from triax.errors import CheckpointError, TrainError, TriaxError
+from triax.log import Kept
 from triax.optim.schedule import rate
 from triax.train import report, run_folder
 from triax.train.evaluate import Evaluation, evaluate
@@ -37,8 +39,8 @@ class Result:
     """Optimiser steps behind it, skipped ones included."""
     tokens: int
     """Tokens read."""
-    loss: float
-    """Nats per token of the last step."""
+    loss: float | None
+    """Nats per token of the last step; none if it was not finite, or if there was no step."""
     bits_per_byte: float | None = None
     """On held-out text; none if there is none or the run was stopped."""
     baselines: dict[str, float] = field(default_factory=dict)
@@ -66,8 +68,7 @@ class Run:
 
     def __enter__(self) -> "Run":
         """Open the log."""
-        self.file = logging.FileHandler(self.run_dir / LOG)
-        self.file.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+        self.file = Kept(self.run_dir / LOG)
         self.log.propagate = False
         self.log.setLevel(logging.INFO)
         for logger in (self.log, logging.getLogger("triax")):
@@ -274,13 +275,14 @@ class Run:
             str(self.run_dir),
             self.step,
             self.tokens,
-            self.loss,
+            self.loss if math.isfinite(self.loss) else None,
             skipped=self.skipped,
             seconds=self.seconds,
             stopped=stopped,
         )
         if stopped and self.tokens < self.recipe.train.tokens:
-            self.say(f"stopped by {stopped} at step {self.step}; saved; go on with --resume")
+            saved = "saved" if self.step else "there was nothing to save yet"
+            self.say(f"stopped by {stopped} at step {self.step}; {saved}; go on with --resume")
             return result
         return self._finish(result)
 

@@ -18,9 +18,12 @@ import torch
 
 from triax.checkpoint.run import RECIPE
 from triax.config.train import Recipe
-from triax.errors import CheckpointError, ConfigError
+from triax.errors import CheckpointError, ConfigError, TrainError
 
 ENVIRONMENT, METRICS, RESULT, LOG, PLOTS = "environment.json", "metrics.jsonl", "result.json", "log.txt", "plots"
+
+BEFORE_THE_TEXT = frozenset({RECIPE, f"{RECIPE}.tmp", ENVIRONMENT, f"{ENVIRONMENT}.tmp", LOG})
+"""What a run writes before it reads its text; a folder that holds no more may be begun anew, with any settings."""
 
 FREE_TO_CHANGE = ("train.", "schedule.")
 """Settings that a resumed run may change: length, rate (a branch that decays), what is written when, the device."""
@@ -36,13 +39,14 @@ def prepare(path: Path, *, resume: bool) -> bool:
         ConfigError: The folder cannot be written, holds something else, or holds a run and `resume` is not set.
     """
     try:
-        there = (path / RECIPE).exists()
+        names = {entry.name for entry in path.iterdir()} if path.exists() else set()
+        there = RECIPE in names and not names <= BEFORE_THE_TEXT
         if there and not resume:
             raise ConfigError(
                 f"{path}: holds a run already; found `{RECIPE}`; pass --resume to go on or choose another folder"
             )
-        strangers = [] if there or not path.exists() else [entry.name for entry in path.iterdir()]
-        if set(strangers) - {f"{RECIPE}.tmp", ENVIRONMENT, f"{ENVIRONMENT}.tmp", LOG}:
+        strangers = set() if there else names - BEFORE_THE_TEXT
+        if strangers:
             raise ConfigError(f"{path}: is not empty and holds no run; found `{min(strangers)}`; choose another folder")
         path.mkdir(parents=True, exist_ok=True)
         probe = path / f"{ENVIRONMENT}.tmp"
@@ -115,8 +119,13 @@ def environment(device: str) -> dict[str, Any]:
 def write_json(path: Path, content: Any) -> None:
     """Write a file that is either the old or the new one, never a part of it."""
     draft = path.with_name(f"{path.name}.tmp")
-    draft.write_text(json.dumps(content, indent=1) + "\n")
-    draft.rename(path)
+    try:
+        draft.write_text(json.dumps(content, indent=1) + "\n")
+        draft.rename(path)
+    except OSError as problem:
+        raise TrainError(
+            f"{path}: could not be written; found {problem.strerror or problem}; make room and go on with --resume"
+        ) from problem
 
 
 def _commit() -> str:
