@@ -146,7 +146,9 @@ def _sum_gradients(grad: Tensor, source: Tensor, kernel: Tensor) -> tuple[Tensor
 def _has_fused(source: Tensor, kernel: Tensor) -> bool:
     """Whether torch hands this convolution to oneDNN; its own fallback goes channel by channel."""
     is_plain = source.device.type == "cpu" and source.dtype is torch.float32
-    return is_plain and kernel.shape[1] > 3 and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    return bool(
+        is_plain and kernel.shape[1] > 3 and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    )
 
 
 def _image(rows: Tensor) -> Tensor:
