@@ -140,7 +140,7 @@ def _stream(source: bytes | str | Path, name: str) -> Generator[tuple[Any, Any]]
             if not container.streams.video:
                 raise DataError(f"{name}: holds no video; found {len(container.streams)} other streams; give a video")
             yield container, container.streams.video[0]
-    except av.FFmpegError as problem:
+    except (av.FFmpegError, UnicodeDecodeError) as problem:  # the second where its labels are no text
         raise DataError(
             f"{name}: not a video that can be read; found a problem: {problem.strerror}; give a whole file"
         ) from None
