@@ -170,6 +170,12 @@ def test_what_is_no_video_is_refused(av, make, words):
     assert words in str(refused.value)
 
 
+def test_a_video_whose_labels_are_no_text_is_refused(av, whole):
+    label = whole.rindex(b"Lavf")
+    with pytest.raises(DataError, match="not a video that can be read"):
+        read_video(whole[:label] + b"\xcc\xff" + whole[label + 2 :])
+
+
 @given(data=st.data())
 def test_a_damaged_video_is_a_video_or_refused(av, whole, data):
     file = bytearray(whole)

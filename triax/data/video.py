@@ -142,5 +142,6 @@ def _stream(source: bytes | str | Path, name: str) -> Generator[tuple[Any, Any]]
             yield container, container.streams.video[0]
     except (av.FFmpegError, UnicodeDecodeError) as problem:  # the second where its labels are no text
         raise DataError(
-            f"{name}: not a video that can be read; found a problem: {problem.strerror}; give a whole file"
+            f"{name}: not a video that can be read; found a problem: {getattr(problem, 'strerror', problem)}; "
+            "give a whole file"
         ) from None
