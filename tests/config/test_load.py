@@ -101,6 +101,7 @@ def test_the_nearest_name_comes_from_the_chosen_kind():
         ("optim.betas=[1.0, 0.9]", "optim.betas[0] must be less than 1; found `1.0`"),
         ("optim.betas=[0.9]", "the setting `optim.betas[1]` is required; none was found; add it to the recipe"),
         (f"train.seed={2**64}", "train.seed must be less than"),
+        ("schedule.segments=[{shape='linear', until=1, to=0}]", "schedule: segments never leave rate 0"),
         ("model.multi_token=true", "model.multi_token must be a table; found `true`; write `none`"),
         ("model.vision.width=63", "model.vision.width must be a multiple of 2; found `63`"),
         ("model.mla.rope.theta=1", "model.mla.rope.theta must be more than 1; found `1`"),

@@ -156,10 +156,12 @@ def test_a_run_is_not_continued_on_text_that_changed(ended, recipe, folder):
 
 
 def test_a_branch_decays_from_a_checkpoint_of_another_run(ended, recipe, tmp_path):
-    schedule = 'schedule.segments=[{shape="linear", until=1.0, to=0.0}]'
-    result = train(recipe("train.tokens=1536", schedule), tmp_path / "branch", branch=ended[0] / "checkpoints/step-10")
-    lines = metrics.read(tmp_path / "branch" / "metrics.jsonl")
-    assert [line["step"] for line in lines if "train/loss" in line] == [11, 12]
+    segments = "{shape='constant', until=0.8, to=1.0}, {shape='linear', until=1.0, to=0.0}"
+    decay = recipe("train.tokens=1536", f"schedule.segments=[{segments}]")
+    result = train(decay, tmp_path / "branch", branch=ended[0] / "checkpoints/step-10")
+    steps = [line for line in metrics.read(tmp_path / "branch" / "metrics.jsonl") if "train/loss" in line]
+    assert [line["step"] for line in steps] == [11, 12]
+    assert [line["train/learning_rate"] / decay.optim.lr for line in steps] == pytest.approx([0.625, 0.625 / 3])
     assert result.tokens == 1536
 
 

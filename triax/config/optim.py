@@ -88,6 +88,8 @@ class Schedule(Settings):
         ends = [segment.until for segment in self.segments]
         if not ends or ends != sorted(set(ends)) or ends[-1] != 1.0:
             raise ValueError(f"segments must end at rising shares of the tokens, the last at 1.0; found `{ends}`")
+        if not any(segment.to for segment in self.segments):
+            raise ValueError("segments never leave rate 0, from which the first starts; give one a `to` above 0")
         return self
 
 
