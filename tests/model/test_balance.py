@@ -1,3 +1,4 @@
+import math
 from itertools import product
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 
 from triax.config.model import Moe
 from triax.config.optim import Balance
-from triax.model.balance import forget, metrics, prepare, quantile_bias, rebalance
+from triax.model.balance import evenness, forget, prepare, quantile_bias, rebalance
 from triax.model.router import Router, bins
 
 QUANTILE = Balance()
@@ -296,29 +297,35 @@ def test_other_bins_than_counted_are_refused():
         rebalance([router], Balance(num_bins=10))
 
 
-def test_metrics_state_how_even_the_step_was():
+def test_evenness_states_the_loads_of_the_step():
     scores = torch.tensor([[0.9, 0.1, 0.2, 0.3]] * 3 + [[0.1, 0.9, 0.2, 0.3]])
     router, hidden = reading(scores)
-    assert metrics({"3": router}) == {}
+    assert evenness([router]) == {}
     for token in hidden.split(2):
         router(token)
     rebalance([router], QUANTILE)
-    found = metrics({"3": router})
     entropy = -(0.75 * torch.tensor(0.75).log() + 0.25 * torch.tensor(0.25).log())
     expected = {
-        "violation": 2.0,  # loads 3, 1, 0, 0 with 1 each being even
-        "worst_violation": 3.0,  # the first two tokens went to one expert
-        "dead_share": 0.5,
+        "load_max_over_mean": 3.0,  # loads 3, 1, 0, 0 with 1 each being even
         "load_cv": 1.5**0.5,
-        "diversity": entropy.exp().item() / 4,
-        "bias_range": (router.balance_bias.max() - router.balance_bias.min()).item(),
-        "edge_share": 0.0,
+        "dead_share": 0.5,
+        "load_diversity": entropy.exp().item() / 4,
+        "balance_bias_range": (router.balance_bias.max() - router.balance_bias.min()).item(),
         "score_mean": 0.375,
+        "margins_at_edges": 0.0,
+        "worst_violation": 3.0,  # the first two tokens went to one expert
     }
-    assert found["router/violation"] == 2.0
-    assert {key.split("/")[-1]: value for key, value in found.items() if key.startswith("router/3/")} == pytest.approx(
-        expected, abs=1e-5
-    )
+    found = evenness([router, router])
+    assert {name: len(values) for name, values in found.items()} == dict.fromkeys(expected, 2)
+    assert {name: values[1] for name, values in found.items()} == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_router_that_saw_no_token_has_finite_evenness():
+    router, _ = reading(torch.full((1, 4), 0.5))
+    rebalance([router], QUANTILE)
+    found = evenness([router])
+    assert found["dead_share"] == [1.0]
+    assert all(math.isfinite(value) for (value,) in found.values())
 
 
 def test_training_with_a_balanced_router_keeps_diversity_near_one():
@@ -328,4 +335,4 @@ def test_training_with_a_balanced_router_keeps_diversity_near_one():
         rebalance([router], QUANTILE)
     router(hidden)
     rebalance([router], QUANTILE)
-    assert metrics({"0": router})["router/0/diversity"] > 0.98
+    assert evenness([router])["load_diversity"][0] > 0.98

@@ -6,7 +6,6 @@ import torch
 from triax.config.model import Model
 from triax.errors import ConfigError
 from triax.model.layout import Layout
-from triax.model.multi_token import second_targets
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +57,6 @@ def test_its_attention_is_of_the_kind_of_the_last_layer(settings_of, awake):
         assert ("multi_token.layer.attention" in model.mla_layers()) == is_mla
     tree = settings_of("k3").model_dump() | {"mla_layers": (1,)}
     assert "multi_token.layer.attention" not in awake(Model.model_validate(tree)).mla_layers()
-
-
-def test_a_pair_of_targets_never_crosses_a_border():
-    # two documents, 9 and 8 are their borders' successors: the target of a last token is the border itself
-    targets = torch.tensor([1, 2, 0, 4, 0])
-    second, counts = second_targets(targets, Layout.of([3, 2]))
-    assert counts.tolist() == [True, True, False, True, False]
-    assert second[counts].tolist() == [2, 0, 0]
 
 
 def test_a_model_without_the_layer_says_so(t0, awake):

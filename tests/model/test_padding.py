@@ -72,4 +72,3 @@ def test_positions_sequences_and_borders_of_a_layout():
     assert layout.positions().tolist() == [0, 1, 0, 1, 2]
     assert layout.positions([4, 9, 1]).tolist() == [4, 5, 1, 2, 3]
     assert layout.sequence().tolist() == [0, 0, 2, 2, 2]
-    assert layout.has_next().tolist() == [True, False, True, True, False]

@@ -1,6 +1,6 @@
 """How routed experts are kept evenly loaded: one new bias for every router after each optimiser step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -87,38 +87,36 @@ def quantile_bias(margins: Int[Tensor, "E bins"], bias: Float[Tensor, " E"], top
     return torch.where(tokens.squeeze(1) > 0, fresh - fresh.mean(), bias.double())
 
 
-def metrics(routers: Mapping[str, Router]) -> dict[str, float]:
-    """Return how evenly each named router loaded its experts in the last step, as `router/<name>/<what>`.
+def evenness(routers: Sequence[Router]) -> dict[str, list[float]]:
+    """Return how evenly the routers that have finished a step loaded their experts in it, one entry a router.
 
-    `violation` is the largest load over the even one, minus 1, over the whole step, `worst_violation` the same in the
-    worst single forward of this rank; `dead_share` the experts without tokens; `load_cv` the standard deviation over
-    the mean; `diversity` exp(entropy) over the number of experts, 1 when even; `bias_range` from the smallest to the
-    largest bias; `edge_share` the margins outside the histogram's inner bins; `score_mean` the mean score. Routers
-    that have not yet finished a step are left out; the largest violation of all stands at `router/violation`.
+    `load_max_over_mean` is the largest load over the even one, `load_cv` the standard deviation over the mean,
+    `dead_share` the experts without tokens, `load_diversity` exp(entropy) over the number of experts (1 when even),
+    `balance_bias_range` from the smallest to the largest bias, `score_mean` the mean score, `margins_at_edges` the
+    margins outside the histogram's inner bins, and `worst_violation` the largest load over the even one, minus 1, in
+    the worst single forward of this rank.
     """
-    found: dict[str, float] = {}
-    for name, router in routers.items():
-        if router.tally is not None and router.tally.load.any():
-            found |= {f"router/{name}/{what}": value for what, value in _evenness(router, router.tally).items()}
-    violations = [value for key, value in found.items() if key.endswith("/violation")]
-    return found | ({"router/violation": max(violations)} if violations else {})
+    found = [_evenness(router, router.tally) for router in routers if router.tally is not None]
+    if not found:
+        return {}
+    table = torch.stack([torch.stack([value.double() for value in row.values()]) for row in found])
+    return dict(zip(found[0], table.T.tolist(), strict=True))
 
 
-def _evenness(router: Router, tally: Tally) -> dict[str, float]:
+def _evenness(router: Router, tally: Tally) -> dict[str, Tensor]:
     load = tally.load.double()
-    part, even = load / load.sum(), load.mean()
-    quantities = {
-        "violation": load.max() / even - 1,
-        "worst_violation": tally.worst_violation,
-        "dead_share": (load == 0).double().mean(),
+    share = load / load.sum().clamp(min=1)
+    even = load.mean().clamp(min=1e-9)
+    return {
+        "load_max_over_mean": load.max() / even,
         "load_cv": load.std(correction=0) / even,
-        "diversity": torch.special.entr(part).sum().exp() / load.numel(),
-        "bias_range": router.balance_bias.max() - router.balance_bias.min(),
-        "edge_share": tally.at_edges,
+        "dead_share": (load == 0).double().mean(),
+        "load_diversity": torch.special.entr(share).sum().exp() / load.numel(),
+        "balance_bias_range": router.balance_bias.max() - router.balance_bias.min(),
         "score_mean": tally.score_mean,
+        "margins_at_edges": tally.at_edges,
+        "worst_violation": tally.worst_violation,
     }
-    values = torch.stack([quantity.double() for quantity in quantities.values()]).tolist()
-    return dict(zip(quantities, values, strict=True))
 
 
 def _tally(router: Router, margins: Tensor, load: Tensor, score: Tensor, worst_violation: Tensor) -> Tally:

@@ -48,10 +48,6 @@ class Layout:
         """Number of the sequence that each token belongs to."""
         return _sequence(self, str(device))
 
-    def has_next(self, device: torch.device | str = "cpu") -> Bool[Tensor, " T"]:
-        """Whether the token after each token belongs to the same sequence."""
-        return _has_next(self, str(device))
-
 
 @lru_cache(maxsize=8)  # every layer of a forward asks for the same ones
 @torch.inference_mode(False)  # what is kept here may be needed in training later
@@ -65,14 +61,6 @@ def _positions(layout: Layout, device: str) -> Tensor:
 def _sequence(layout: Layout, device: str) -> Tensor:
     lengths = torch.tensor(layout.lengths, dtype=torch.long, device=device)
     return torch.arange(len(layout.lengths), device=device).repeat_interleave(lengths, output_size=layout.num_tokens)
-
-
-@lru_cache(maxsize=8)
-@torch.inference_mode(False)
-def _has_next(layout: Layout, device: str) -> Tensor:
-    followed = torch.ones(layout.num_tokens, dtype=torch.bool)
-    followed[[end - 1 for end, n in zip(layout.starts[1:], layout.lengths, strict=True) if n]] = False
-    return followed.to(device)
 
 
 def pack(

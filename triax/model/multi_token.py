@@ -4,10 +4,9 @@ Source: DeepSeek-V3 (arXiv 2412.19437) section 2.2; K3 and K2 were pre-trained w
 """
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from triax.model.layout import Layout
 from triax.model.matrix import Blocks, matrix
 from triax.model.norm import RMSNorm
 
@@ -32,16 +31,3 @@ class MultiToken(nn.Module):
     def matrices(self) -> Blocks:
         """Return the logical matrices for the optimiser; the layer inside states its own."""
         return {"project.weight": (self.project.out_features,)}
-
-
-def second_targets(targets: Int[Tensor, " T"], layout: Layout) -> tuple[Int[Tensor, " T"], Bool[Tensor, " T"]]:
-    """Return the token after each target, and where it belongs to the same sequence.
-
-    Args:
-        targets: The token after each token of the stream.
-        layout: The stream's sequences; the last token of each has no second target.
-
-    Returns:
-        Second targets (meaningless where there is none), and the mask of those that count.
-    """
-    return targets.roll(-1), layout.has_next(targets.device)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from triax.config.model import Situ
 from triax.config.train import Recipe
+from triax.model.balance import evenness
 from triax.model.count import sheet
 from triax.model.decoder import DecoderLayer
 from triax.model.gated_mlp import GatedMlp
@@ -30,7 +31,7 @@ UNREAD = ("layers.0.attention_mix.",)
 
 
 MEANS = ("score_mean", "load_cv", "load_diversity", "dead_share", "margins_at_edges")
-"""Endings of router metrics whose layers are averaged; of the others the worst layer counts."""
+"""Router metrics whose layers are averaged; of the others the worst layer counts."""
 
 
 class Measure:
@@ -88,27 +89,10 @@ class Measure:
     @torch.no_grad()
     def _routers(self) -> dict[str, Value]:
         """Return how evenly the experts of each layer were loaded over the whole batch."""
-        tallies = [router.tally for router in self.routers.values() if router.tally is not None]
-        if not tallies:
-            return {}
-        load = torch.stack([tally.load for tally in tallies]).double()
-        even = load.mean(1, keepdim=True).clamp(min=1e-9)
-        share = load / load.sum(1, keepdim=True).clamp(min=1)
-        bias = torch.stack([router.balance_bias for router in self.routers.values()])
-        rows = {
-            "router/load_max_over_mean": load.amax(1) / even[:, 0],
-            "router/load_cv": (load / even).std(1, correction=0),
-            "router/dead_share": (load == 0).double().mean(1),
-            "router/load_diversity": torch.special.entr(share).sum(1).exp() / load.shape[1],
-            "router/balance_bias_range": (bias.amax(1) - bias.amin(1)).double(),
-            "router/score_mean": torch.stack([tally.score_mean for tally in tallies]).double(),
-            "router/margins_at_edges": torch.stack([tally.at_edges for tally in tallies]).double(),
-            "router/worst_violation": torch.stack([tally.worst_violation for tally in tallies]).double(),
-        }
         found: dict[str, Value] = {}
-        for (name, _), values in zip(rows.items(), torch.stack(list(rows.values())).tolist(), strict=True):
-            found |= {name: sum(values) / len(values) if name.endswith(MEANS) else max(values)}
-            found |= {f"{name}_per_layer": values}
+        for name, values in evenness(list(self.routers.values())).items():
+            found[f"router/{name}"] = sum(values) / len(values) if name in MEANS else max(values)
+            found[f"router/{name}_per_layer"] = values
         return found
 
     def note_load(self) -> None:
