@@ -3,8 +3,26 @@
 import json
 from pathlib import Path
 
-from triax.data.kimi import KimiTokenizer
+from triax.checkpoint.run import TOKENIZER
+from triax.data.kimi import RANK_FILE, KimiTokenizer
 from triax.data.tokenizer import BORDER, Tokenizer
+from triax.errors import CheckpointError
+
+
+def load_tokenizer(folder: Path) -> Tokenizer | KimiTokenizer:
+    """Read the tokenizer that lies beside weights: Kimi's rank file if there is one, else one trained by triax.
+
+    Raises:
+        CheckpointError: There is neither.
+        DataError: The files are damaged or of something else.
+    """
+    if (folder / RANK_FILE).is_file():
+        return KimiTokenizer.load(folder)
+    if (folder / TOKENIZER).is_file():
+        return Tokenizer.load(folder / TOKENIZER)
+    raise CheckpointError(
+        f"{folder}: has no `{RANK_FILE}` and no `{TOKENIZER}`; found none; put the one of its training beside it"
+    )
 
 
 def save_tokenizer(tokenizer: Tokenizer | KimiTokenizer, folder: Path) -> None:
@@ -16,7 +34,7 @@ def save_tokenizer(tokenizer: Tokenizer | KimiTokenizer, folder: Path) -> None:
     if isinstance(tokenizer, KimiTokenizer):
         tokenizer.save(folder)
         return
-    tokenizer.save(folder / "tokenizer.json")
+    tokenizer.save(folder / TOKENIZER)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BORDER,

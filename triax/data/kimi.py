@@ -22,7 +22,7 @@ from triax.data.control import (
     parse_config,
 )
 from triax.data.ranks import ranks_of_merges, read_ranks, split_pattern, write_ranks
-from triax.data.tokenizer import MIN_COUNT, PROBE, StreamDecoder, Tokenizer
+from triax.data.tokenizer import BORDER, MIN_COUNT, PROBE, StreamDecoder, Tokenizer
 from triax.errors import DataError
 
 RANK_FILE = "tiktoken.model"
@@ -46,6 +46,8 @@ PIECES = "|".join(
 )
 # Part of the published definition: longer text is encoded in parts, so a cut decides tokens.
 CHUNK, RUN = 400_000, 25_000
+ENDS = (BORDER, "[EOS]", "[EOT]", "<|end_of_msg|>", "<|im_end|>")
+SLOTS = ("<|media_pad|>",)
 LONGEST_SPACE = 400_000  # the expression engine gives up on about a million
 SPACE, WORD = re.compile(r"\s"), re.compile(r"\S")
 
@@ -82,6 +84,15 @@ class KimiTokenizer:
         special = {entry["content"] for entry in added if entry.get("special", True)}
         self.special: frozenset[int] = frozenset(self.control[name] for name in special)
         """Control tokens that are dropped from text on request."""
+        border = self.control.get(BORDER)  # of a tokenizer trained by triax; released models read text as it is
+        self.opening: tuple[int, ...] = () if border is None else (border,)
+        """Tokens before a text that a model is to continue."""
+        self.start: int = self.control["[BOS]"] if border is None else border
+        """Token from which a model writes without a prompt."""
+        self.ends: frozenset[int] = frozenset(self.control[name] for name in ENDS if name in self.control)
+        """Tokens after which nothing more of a text comes."""
+        self.unsaid: frozenset[int] = frozenset(self.control[name] for name in SLOTS if name in self.control)
+        """Tokens that a model must never write: they stand for pictures."""
         self.pattern: str = tree["triax"].get("split_pattern", PIECES)
         """Expression that cuts text into the pieces that no token crosses."""
         try:

@@ -53,6 +53,14 @@ class Tokenizer:
             raise DataError(f"{where}: no token `{BORDER}`; found none of this name; train the tokenizer with triax")
         self.border: int = border
         """Token that begins every document."""
+        self.opening: tuple[int, ...] = (border,)
+        """Tokens before a text that a model is to continue."""
+        self.start: int = border
+        """Token from which a model writes without a prompt."""
+        self.ends: frozenset[int] = frozenset({border})
+        """Tokens after which nothing more of a text comes."""
+        self.unsaid: frozenset[int] = frozenset()
+        """Tokens that a model must never write."""
         self.vocab_size: int = max(inner.get_vocab().values()) + 1
         """One past the largest token."""
         self._bytes = _bytes_of_tokens(inner, self.vocab_size)
@@ -188,6 +196,20 @@ class Vocabulary(Protocol):
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of one token."""
+        ...
+
+
+class Language(Vocabulary, Protocol):
+    """What continuing a text takes of a tokenizer; its attributes are described where `Tokenizer` sets them."""
+
+    vocab_size: int
+    opening: tuple[int, ...]
+    start: int
+    ends: frozenset[int]
+    unsaid: frozenset[int]
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of any text; text that spells a control token is text."""
         ...
 
 

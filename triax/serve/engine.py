@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from triax.data.tokenizer import Tokenizer
+from triax.data.tokenizer import Language
 from triax.errors import CheckpointError, ConfigError, DataError
 from triax.model.cache import Cache
 from triax.model.decoder import Decoder
@@ -52,8 +52,9 @@ class _Sequence:
 class Engine:
     """Generates text; what a prompt gets depends on the prompt, the options and its seed, not on its company.
 
-    A text prompt is the beginning of a document: it is read after a border. A border that the model writes ends the
-    sequence. Weights are used as they are: low precision is the caller's autocast.
+    A text prompt is the beginning of a document: with a tokenizer of ours it is read after a border, with a released
+    one as it is. A border, or an end that the released models know, ends the sequence. Weights are used as they are:
+    low precision is the caller's autocast.
 
     Args:
         model: The network; it is put into evaluation mode for each step and back.
@@ -63,13 +64,15 @@ class Engine:
         CheckpointError: The tokenizer has more tokens than the model.
     """
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer) -> None:
+    def __init__(self, model: Decoder, tokenizer: Language) -> None:
         if tokenizer.vocab_size > model.settings.vocab_size:
             raise CheckpointError(
                 f"engine: the tokenizer does not belong to this model; found {tokenizer.vocab_size} tokens for "
                 f"{model.settings.vocab_size} rows of the embedding; use the tokenizer that it was trained with"
             )
         self.model, self.tokenizer = model, tokenizer
+        slots = {model.settings.vision.slot_token} if model.settings.vision else set()
+        self._unsaid = sorted(tokenizer.unsaid | slots)
 
     def generate(
         self,
@@ -87,7 +90,7 @@ class Engine:
         """Continue several prompts together.
 
         Args:
-            prompts: Texts, or tokens that are taken as they are; an empty one starts from a border.
+            prompts: Texts, or tokens that are taken as they are; an empty one starts from the tokenizer's first token.
             max_tokens: Most tokens to generate for a prompt.
             temperature: Divides the logits; 0 takes the likeliest token.
             top_k: Keep this many of the likeliest tokens; 0 keeps all.
@@ -95,7 +98,7 @@ class Engine:
             min_p: Drop tokens less likely than this share of the likeliest one.
             seed: One for all prompts, or one for each: equal prompts need different seeds to get different texts.
             stop: Strings that end a text just before themselves.
-            stop_ids: Tokens that end a text beside the border.
+            stop_ids: Tokens that end a text beside the tokenizer's own ends.
 
         Raises:
             ConfigError: An option is out of range.
@@ -141,8 +144,8 @@ class Engine:
     def _start(self, prompt: Prompt, seed: int, stop: Sequence[str]) -> _Sequence:
         if not 0 <= seed < 2**64:
             raise ConfigError(f"engine: seed is out of range; found `{seed}`; give a number from 0 to 2^64 - 1")
-        border = self.tokenizer.border
-        tokens = [border, *self.tokenizer.encode(prompt)] if isinstance(prompt, str) else list(prompt) or [border]
+        tokens = [*self.tokenizer.opening, *self.tokenizer.encode(prompt)] if isinstance(prompt, str) else list(prompt)
+        tokens = tokens or [self.tokenizer.start]
         wrong = [token for token in tokens if not 0 <= token < self.model.settings.vocab_size]
         if wrong:
             raise DataError(
@@ -186,6 +189,7 @@ class Engine:
         finally:
             if was_training:
                 self.model.train()
+        logits[:, self._unsaid] = -torch.inf
         return logits[:, : self.tokenizer.vocab_size]  # rows past the tokenizer's end stand for no text
 
     def _advance(
@@ -202,7 +206,7 @@ class Engine:
         for sequence, token, logprob, is_valid in results:
             if not is_valid:
                 sequence.finish_reason = "invalid"
-            elif token == self.tokenizer.border or token in stop_ids:
+            elif token in self.tokenizer.ends or token in stop_ids:
                 sequence.finish_reason = "stop"
             else:
                 sequence.tokens.append(token)

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from triax.checkpoint.released import load_released
-from triax.checkpoint.run import CHECKPOINTS, TOKENIZER, load_model
+from triax.checkpoint.run import CHECKPOINTS, load_model
 from triax.checkpoint.sharded import MANIFEST
-from triax.data.tokenizer import Tokenizer
+from triax.checkpoint.tokenizer import load_tokenizer
 from triax.errors import CheckpointError
 from triax.model.device import device_of
 from triax.serve.engine import Engine
@@ -18,19 +18,19 @@ def open_engine(folder: Path, device: str = "auto") -> Engine:
 
     Args:
         folder: A run (its newest checkpoint is taken), one checkpoint of a run, or a folder in the released layout
-            that has a `tokenizer.json`.
+            with its tokenizer's files, in any of the released number formats.
         device: Where the model runs; `auto` is a GPU if there is one.
 
     Raises:
         ConfigError: This machine has no such device.
-        CheckpointError: The folder is none of these, or what it holds is damaged.
+        CheckpointError: The folder is none of these, has no tokenizer, or what it holds is damaged.
+        DataError: Its tokenizer's files cannot be used.
     """
     place = device_of(device, "device")
     if (folder / CHECKPOINTS).is_dir() or (folder / MANIFEST).is_file():
         return Engine(*load_model(folder, place))
     if (folder / CONFIG).is_file():
-        if not (folder / TOKENIZER).is_file():
-            raise CheckpointError(f"{folder}: has no `{TOKENIZER}`; found none; put the one of its training beside it")
-        return Engine(load_released(folder, device=place).eval(), Tokenizer.load(folder / TOKENIZER))
+        tokenizer = load_tokenizer(folder)
+        return Engine(load_released(folder, device=place).eval(), tokenizer)
     found = "a folder of something else" if folder.is_dir() else "a file" if folder.exists() else "nothing"
     raise CheckpointError(f"{folder}: holds no model; found {found}; name a run folder, such as runs/tiny")

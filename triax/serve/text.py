@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from triax.data.tokenizer import StreamDecoder, Tokenizer
+from triax.data.tokenizer import StreamDecoder, Vocabulary
 
 
 class Text:
@@ -12,7 +12,7 @@ class Text:
     or is not. The stop string that is complete first ends the text just before itself.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Vocabulary, stop: Sequence[str] = ()) -> None:
         self._decoder = StreamDecoder(tokenizer)
         self._stop = [text for text in stop if text]
         self._held = ""
