@@ -89,6 +89,7 @@ def test_filters_keep_what_they_promise():
     for how, weights in kept.items():
         expected = [weight / sum(weights) for weight in weights]
         assert frequencies(logits, how) == pytest.approx(expected, abs=0.002), how
+    assert frequencies([0.0, 0.0], Sampling(1.0, top_p=0.5)) == [1, 0]  # the first alone holds exactly this share
 
 
 def test_log_probabilities_are_the_model_s_whatever_the_filters():

@@ -102,6 +102,23 @@ def assert_nothing_moved(step, before):
     assert step.model.largest_logits() == {}
 
 
+def test_the_gradient_is_that_of_two_means_each_over_its_own_tokens():
+    step, batches = fresh(WITH_EXTRA), [stream([1, 2, 9]), stream([1, 1, 4], 1)]
+    step._accumulate(batches, num_trained=18)
+    given = {name: p.grad for name, p in step.model.named_parameters()}
+    step.model.zero_grad(set_to_none=True)
+    together = joined(batches)
+    output = step.model.forward_training(together.tokens, together.targets, _layout(together))
+    ends = torch.tensor(together.lengths).cumsum(0) - 1
+    has_second = torch.ones(len(together.tokens), dtype=torch.bool).index_fill(0, ends, False)
+    entropy = torch.nn.functional.cross_entropy
+    main = entropy(step.model.logits(output.hidden), together.targets)
+    second = entropy(step.model.logits(output.second)[has_second], together.targets.roll(-1)[has_second])
+    (main + 0.3 * second).backward()
+    for name, parameter in step.model.named_parameters():
+        torch.testing.assert_close(given[name], parameter.grad, rtol=1e-8, atol=1e-12, msg=name)
+
+
 def test_a_batch_without_targets_is_skipped_not_divided_by_zero():
     step, batch = fresh(), stream([5])
     batch.targets[:] = -100
