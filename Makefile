@@ -62,7 +62,8 @@ test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 
 soak: $(DEV)
-	$(BIN)/python -m pytest -q -m "not gpu and not compiled" --hypothesis-profile=soak --timeout=7200
+	$(BIN)/python -m pytest -q -m "not soak and not gpu and not compiled" --hypothesis-profile=soak --timeout=7200
+	$(BIN)/python -m pytest -q -o addopts="--import-mode=importlib --strict-markers" -m "soak or compiled" --timeout=7200
 
 docs: $(DOCS)
 	$(BIN)/python docs/generate.py
