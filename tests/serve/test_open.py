@@ -1,4 +1,6 @@
 import importlib.util
+import io
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -6,14 +8,18 @@ import pytest
 import torch
 
 from triax.checkpoint import sharded
+from triax.checkpoint.convert import convert
+from triax.checkpoint.plan import make_plan
 from triax.checkpoint.released import save_released
+from triax.cli.app import main
 from triax.config import show
 from triax.config.load import Loaded
 from triax.config.train import Recipe, Run
 from triax.data.kimi import KimiTokenizer
 from triax.data.tokenizer import Tokenizer
-from triax.errors import CheckpointError, ConfigError
+from triax.errors import CheckpointError, ConfigError, DataError
 from triax.model.decoder import Decoder
+from triax.model.layout import Layout
 from triax.serve.engine import Engine
 from triax.serve.open import open_engine
 
@@ -89,6 +95,90 @@ def test_released_folders_in_their_own_formats_answer_with_their_own_tokenizer(m
     assert set(logits.isneginf().nonzero().flatten().tolist()) == slots
 
 
+@pytest.fixture(scope="module")
+def spoken():
+    """A small vocabulary with the control tokens of K3."""
+    return KimiTokenizer.train(["def f(x):\n    return x\n" * 40], 262, "k3")
+
+
+@pytest.fixture(scope="module")
+def packed(miniature, spoken, tmp_path_factory):
+    """A K3 miniature with packed experts and its tokenizer."""
+    folder = tmp_path_factory.mktemp("packed") / "k3"
+    miniature.write("kimi_k3", folder, replace(miniature.toy("kimi_k3"), vocab=spoken.vocab_size))
+    spoken.save(folder)
+    return folder
+
+
+def test_a_converted_folder_answers_as_the_one_it_was_made_from(packed, spoken, tmp_path):
+    options = {"max_tokens": 12, "temperature": 5.0, "seed": [3, 4]}
+    expected = open_engine(packed).generate(["def f", ""], **options)
+    assert all(one.tokens and one.text for one in expected)
+    for form, config in (("triax", "triax.json"), ("bf16", "config.json")):
+        folder = tmp_path / form
+        convert(make_plan(packed, form), folder)
+        assert (folder / config).is_file()
+        assert [one.tokens for one in open_engine(folder).generate(["def f", ""], **options)] == [
+            one.tokens for one in expected
+        ]
+    (tmp_path / "triax" / "tiktoken.model").unlink()
+    with pytest.raises(CheckpointError, match=r"has no `tiktoken\.model` and no `tokenizer\.json`"):
+        open_engine(tmp_path / "triax")
+
+
+def test_a_released_prompt_has_nothing_before_it_and_an_empty_one_begins_the_text(packed, spoken):
+    engine = open_engine(packed)
+    options = {"max_tokens": 6, "temperature": 5.0, "seed": 7}
+    for text, tokens in (("", [spoken.control["[BOS]"]]), ("[EOS]x", spoken.encode_ordinary("[EOS]x"))):
+        assert engine.generate([text], **options) == engine.generate([tokens], **options)
+
+
+@pytest.mark.parametrize("end", ["[EOS]", "<|end_of_msg|>"])
+def test_each_end_of_a_released_tokenizer_stops_a_text(packed, spoken, end):
+    engine = open_engine(packed)
+    with torch.no_grad():
+        hidden = engine.model(torch.tensor([1, 2]), Layout.of([2]), engine.model.empty_cache(1))[-1]
+        engine.model.head.weight[spoken.control[end]] = 100 * hidden
+    assert engine.generate([[1, 2]], 5)[0].finish_reason == "stop"
+    assert engine.generate([[1, 2]], 5)[0].tokens == ()
+
+
+def test_a_tokenizer_of_another_model_is_refused(packed, tmp_path):
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((packed / name).read_bytes())
+    other = KimiTokenizer.train(["def f(x):\n    return x\n" * 40], 261, "k3")
+    other.save(tmp_path / "other")
+    (tmp_path / "tiktoken.model").write_bytes((tmp_path / "other" / "tiktoken.model").read_bytes())
+    with pytest.raises(DataError, match=r"tiktoken\.model: not the vocabulary that it should be"):
+        open_engine(tmp_path)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(packed, tmp_path):
+    folder = tmp_path / "k3"
+    shutil.copytree(packed, folder)
+    KimiTokenizer.train(["def f(x):\n    return x\n" * 40], 264, "k3").save(folder)
+    with pytest.raises(CheckpointError, match="more tokens than the model"):
+        open_engine(folder)
+
+
+def test_sample_and_chat_read_a_converted_folder(packed, tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "ours"
+    convert(make_plan(packed, "triax"), folder)
+
+    def said(*words):
+        monkeypatch.setattr("sys.stdin", io.StringIO("def f\n/quit\n"))
+        with pytest.raises(SystemExit) as end:
+            main([*words, "--max-tokens", "8", "--seed", "3", "--device", "cpu"])
+        assert end.value.code == 0
+        return capsys.readouterr().out
+
+    first = said("sample", str(folder), "def f")
+    assert first.startswith("def f")
+    assert len(first) > len("def f\n")
+    assert said("sample", str(folder), "def f") == first
+    assert said("chat", str(folder)) == first
+
+
 @pytest.mark.parametrize("device", ["tpu", "", "meta", "cuda:4096"])
 def test_a_device_that_is_not_there_is_refused_by_name(run_dir, device):
     with pytest.raises(ConfigError, match=rf"^device: .*`{device}`"):
@@ -107,8 +197,6 @@ def test_a_folder_without_a_model_is_refused_by_name(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_refused_by_name(run_dir, tmp_path):
-    import shutil
-
     copy = tmp_path / "run"
     shutil.copytree(run_dir, copy)
     weights = next((copy / "checkpoints" / "step-3").glob("*.safetensors"))

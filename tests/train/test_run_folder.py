@@ -114,7 +114,7 @@ def test_another_world_size_is_refused(tmp_path, recipe):
         ("train.tokens", 999),
         ("train.save_every", 3),
         ("train.device", "cuda"),
-        ("schedule.segments", [{"shape": "linear", "until": 1, "to": 0}]),
+        ("schedule.segments", [{"shape": "linear", "until": 1, "to": 0.5}]),
     ],
 )
 def test_length_schedule_cadence_and_device_may_change(tmp_path, recipe, path, value):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from triax.checkpoint.account import OWN
 from triax.checkpoint.released import load_released
 from triax.checkpoint.run import CHECKPOINTS, load_model
 from triax.checkpoint.sharded import MANIFEST
@@ -18,7 +19,7 @@ def open_engine(folder: Path, device: str = "auto") -> Engine:
 
     Args:
         folder: A run (its newest checkpoint is taken), one checkpoint of a run, or a folder in the released layout
-            with its tokenizer's files, in any of the released number formats.
+            or in ours with its tokenizer's files, in any of the released number formats.
         device: Where the model runs; `auto` is a GPU if there is one.
 
     Raises:
@@ -29,7 +30,7 @@ def open_engine(folder: Path, device: str = "auto") -> Engine:
     place = device_of(device, "device")
     if (folder / CHECKPOINTS).is_dir() or (folder / MANIFEST).is_file():
         return Engine(*load_model(folder, place))
-    if (folder / CONFIG).is_file():
+    if (folder / CONFIG).is_file() or (folder / OWN).is_file():
         tokenizer = load_tokenizer(folder)
         return Engine(load_released(folder, device=place).eval(), tokenizer)
     found = "a folder of something else" if folder.is_dir() else "a file" if folder.exists() else "nothing"
