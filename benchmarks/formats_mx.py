@@ -1,6 +1,6 @@
 """MXFP4 to BF16 and back beside compressed-tensors' own functions and a plain copy of memory: one data, one run.
 
-Run: python -m benchmarks.formats_mx   (needs `pip install compressed-tensors` for the comparison)
+Run: python -m benchmarks.formats_mx   (compared where compressed-tensors is installed: extra `dev`)
 
 Speeds are BF16 bytes a second, so unpacking and copying are charged for the same bytes of result. The other side is
 given finished scales to pack with; ours finds them. Memory is taken anew for each result, as both libraries do by
