@@ -1,38 +1,12 @@
 """From logits to the next token: greedy or drawn, always a valid token or a flag that says why not."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from triax.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are drawn; the filters apply in this order, each to what the one before left."""
-
-    temperature: float = 0.0
-    """Divides the logits; 0 takes the likeliest token."""
-    top_k: int = 0
-    """Keep this many of the likeliest tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the fewest likeliest tokens that hold this share of the probability."""
-    min_p: float = 0.0
-    """Drop tokens less likely than this share of the likeliest one."""
-
-    def __post_init__(self) -> None:
-        bounds = {
-            "temperature": (0 <= self.temperature < float("inf"), "a finite number from 0 on"),
-            "top_k": (self.top_k >= 0, "0 or a number of tokens"),
-            "top_p": (0 < self.top_p <= 1, "a share above 0 and up to 1"),
-            "min_p": (0 <= self.min_p <= 1, "a share from 0 to 1"),
-        }
-        for name, (fits, meaning) in bounds.items():
-            if not fits:
-                raise ConfigError(f"sampling: {name} is out of range; found `{getattr(self, name)}`; give {meaning}")
+from triax.serve.request import Sampling
 
 
 class Chosen(NamedTuple):
