@@ -5,10 +5,13 @@ TriaxError
 ├── DataError          a source that cannot be read or turned into tokens
 ├── CheckpointError    a folder of weights or a saved run that cannot be trusted
 ├── UnsupportedError   this device or shape has no such path; names what would run instead
-└── TrainError         a run that stopped by one of its own rules
+├── TrainError         a run that stopped by one of its own rules
+└── SandboxError       a computer for an agent that cannot do what was asked; `kind` says whose fault it is
 
 Message form: where: what is wrong; what was found; what to do. Lower case, no full stop, values in backticks.
 """
+
+from typing import Literal
 
 
 class TriaxError(Exception):
@@ -37,3 +40,29 @@ class UnsupportedError(TriaxError):
 
 class TrainError(TriaxError):
     """A run that stopped by one of its own rules, such as too many skipped steps."""
+
+
+class SandboxError(TriaxError):
+    """A sandbox that cannot do what was asked.
+
+    Args:
+        message: What is wrong, in the four parts that every message has.
+        kind: `refused` if the caller asked for what cannot be (an illegal state, a bad argument, a missing feature),
+            `timeout` and `out_of_memory` for a limit that was hit, `infrastructure` if the sandbox itself failed, which
+            is never the fault of the task that ran in it.
+        status: An HTTP status that tells the same to a client, such as 404 for an unknown id and 409 for a state.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        kind: Literal["timeout", "out_of_memory", "infrastructure", "refused"] = "infrastructure",
+        *,
+        status: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.status = status if status is not None else STATUS_OF_KIND[kind]
+
+
+STATUS_OF_KIND = {"refused": 400, "timeout": 504, "out_of_memory": 507, "infrastructure": 500}
