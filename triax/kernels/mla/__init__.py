@@ -4,10 +4,10 @@ import os
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from triax.kernels.mla import blocked, reference, sdpa
+from triax.kernels.mla import blocked, paged, reference, sdpa
 
 
 def attend(
@@ -30,3 +30,30 @@ def attend(
     if query.is_cuda and query.dtype is not torch.float64:
         return sdpa.attend(*inputs, with_largest=with_largest)
     return blocked.attend(*inputs)
+
+
+def decode(
+    query: Float[Tensor, "N W H L"],
+    latent: Float[Tensor, "pages page L"],
+    table: Int[Tensor, "N P"],
+    seen: Int[Tensor, "N W"],
+    scale: float,
+    value_dim: int,
+) -> Float[Tensor, "N W H V"]:
+    """Average cached latents by softmax of `scale query · latent`, all heads over the same pages; no gradients.
+
+    Args:
+        query: Absorbed queries, that is, already led through the key half of the up-projection, with the part for the
+            head-shared key behind it: one token a row to decode, several to verify drafts.
+        latent: Pages of 64 tokens: normalised latent, then the shared key. The new tokens' own are in them already.
+        table: Pages of each row's sequence, in order. Entries past a row's tokens are not read.
+        seen: How many of its sequence's first tokens each query sees, its own included; 0 gives zeros (padding).
+        scale: Factor on the logits.
+        value_dim: Width of the latent, whose channels are averaged: the first ones of L.
+
+    Returns:
+        The averages, in fp32 or wider.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434) section 2.1.
+    """
+    return paged.decode(query, latent, table, seen, scale, value_dim)
