@@ -1,0 +1,368 @@
+"""A process of the host that stands for one inside a sandbox: its streams, its end, its limits."""
+
+import asyncio
+import errno
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import termios
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Literal
+
+from triax.errors import SandboxError
+from triax.sandbox.protocol import OUTPUT_LIMIT, Result
+
+CHUNK = 65536
+PIPE = 2**20
+WAITING_LIMIT = 2**20  # bytes read but not yet taken; beyond it the process waits, as on a full pipe
+DROP_PAUSE_S = 0.01  # between two reads of output that nobody keeps, so that a flood costs the host little
+GRACE_S = 5.0  # from SIGKILL to the end of a process; only a stuck kernel takes longer
+
+
+class _Reader:
+    """One stream, read as it comes: kept up to a limit, or handed on piece by piece."""
+
+    def __init__(self, fd: int, name: Literal["stdout", "stderr"], keep: int | None, pieces: "_Pieces") -> None:
+        self.fd = fd
+        self.name: Literal["stdout", "stderr"] = name
+        self.keep = keep
+        self.kept = bytearray()
+        self.truncated = False
+        self.pieces = pieces
+        self.loop = asyncio.get_running_loop()
+        self.open = True
+        self.paused = False
+        os.set_blocking(fd, False)
+        if keep is not None:
+            with suppress(OSError):  # a terminal has no size, and a user may have used up what pipes may hold
+                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, PIPE)
+        self.loop.add_reader(fd, self._on_bytes)
+
+    def _on_bytes(self) -> None:
+        if not self.take():
+            return
+        if self.keep is not None and self.truncated:
+            self.pause()
+            self.loop.call_later(DROP_PAUSE_S, self.go_on)
+
+    def take(self) -> bool:
+        """Read once; return whether something came."""
+        try:
+            data = os.read(self.fd, PIPE if self.truncated else CHUNK)
+        except BlockingIOError:
+            return False
+        except OSError as error:  # a terminal whose other side is gone says EIO
+            if error.errno != errno.EIO:
+                raise
+            data = b""
+        if not data:
+            self.close()
+            return False
+        if self.keep is None:
+            self.pieces.put(self.name, data)
+        else:
+            room = max(0, self.keep - len(self.kept))
+            self.kept += data[:room]
+            self.truncated |= len(data) > room
+        return True
+
+    def drain(self) -> bool:
+        """Read what lies ready, then let what still comes go by: a child in the background may keep the stream.
+
+        Returns:
+            Whether anything that was meant to be kept was dropped.
+        """
+        while self.open and not self.truncated and self.take():
+            pass
+        truncated = self.truncated
+        if self.open:
+            self.keep, self.truncated = 0, True
+            self.go_on()
+        return truncated
+
+    def pause(self) -> None:
+        if self.open and not self.paused:
+            self.paused = True
+            self.loop.remove_reader(self.fd)
+
+    def go_on(self) -> None:
+        if self.open and self.paused:
+            self.paused = False
+            self.loop.add_reader(self.fd, self._on_bytes)
+
+    def close(self) -> None:
+        if self.open:
+            self.open = False
+            if not self.paused and not self.loop.is_closed():
+                self.loop.remove_reader(self.fd)
+            os.close(self.fd)
+            self.pieces.wake()
+
+
+class _Pieces:
+    """What was read and not yet taken."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[tuple[Literal["stdout", "stderr"], bytes]] = deque()
+        self.size = 0
+        self.readers: list[_Reader] = []
+        self.changed = asyncio.Event()
+
+    def put(self, name: Literal["stdout", "stderr"], data: bytes) -> None:
+        self.waiting.append((name, data))
+        self.size += len(data)
+        if self.size > WAITING_LIMIT:
+            for reader in self.readers:
+                reader.pause()
+        self.wake()
+
+    def take(self) -> tuple[Literal["stdout", "stderr"], bytes] | None:
+        if not self.waiting:
+            return None
+        name, data = self.waiting.popleft()
+        self.size -= len(data)
+        if self.size <= WAITING_LIMIT:
+            for reader in self.readers:
+                reader.go_on()
+        return name, data
+
+    def wake(self) -> None:
+        self.changed.set()
+
+
+class Child:
+    """A started process; one of `finish` (to its end) or `output` and `wait` (long-lived) is used.
+
+    Args:
+        argv: Command of the host.
+        env: All its variables.
+        cwd: Where it starts, on the host.
+        terminal: Rows and columns of a terminal; none for three pipes.
+        keep: Bytes of each stream to keep for `finish`; none to hand them on by `output`.
+        signal: Sends a signal to what the process stands for; 9 must also reach all that it started.
+        inner: Returns its number inside the sandbox.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str | None,
+        terminal: tuple[int, int] | None,
+        keep: int | None,
+        signal: "Callable[[Child, int], None]",
+        inner: "Callable[[Child], int] | None" = None,
+        describe: "Callable[[Child, Result], Result] | None" = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self.started = time.monotonic()
+        self._signal = signal
+        self._inner = inner
+        self._describe = describe
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[int] = self._loop.create_future()
+        self._pieces = _Pieces()
+        ours, theirs = self._streams(terminal)
+        try:
+            self.popen = subprocess.Popen(
+                list(argv),
+                stdin=theirs[0],
+                stdout=theirs[1],
+                stderr=theirs[2],
+                env=dict(env),
+                cwd=cwd,
+                start_new_session=True,
+                pass_fds=pass_fds,
+            )
+            self._pidfd = os.pidfd_open(self.popen.pid)
+        except OSError as error:
+            for fd in set(ours):
+                os.close(fd)
+            raise SandboxError(f"exec: the host could not start `{argv[0]}`; {error.strerror}") from error
+        finally:
+            for fd in set(theirs):
+                os.close(fd)
+        self._terminal = ours[0] if terminal else None
+        self._stdin: int | None = ours[0]
+        os.set_blocking(ours[0], False)
+        self._out = _Reader(ours[1], "stdout", keep, self._pieces)
+        self._err = _Reader(ours[2], "stderr", keep, self._pieces) if terminal is None else None
+        self._pieces.readers = [reader for reader in (self._out, self._err) if reader]
+        self._loop.add_reader(self._pidfd, self._on_end)
+        self.timed_out = False
+
+    @staticmethod
+    def _streams(terminal: tuple[int, int] | None) -> tuple[list[int], list[int]]:
+        if terminal is None:
+            (in_r, in_w), (out_r, out_w), (err_r, err_w) = os.pipe(), os.pipe(), os.pipe()
+            return [in_w, out_r, err_r], [in_r, out_w, err_w]
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", *terminal, 0, 0))
+        return [ours, os.dup(ours)], [theirs, theirs, theirs]
+
+    def _on_end(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        code = self.popen.wait()
+        if not self._ended.done():
+            self._ended.set_result(code)
+        self._pieces.wake()
+
+    @property
+    def pid(self) -> int:
+        """Its number inside the sandbox."""
+        return self._inner(self) if self._inner else self.popen.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended yet."""
+        return not self._ended.done()
+
+    async def output(self) -> AsyncIterator[tuple[Literal["stdout", "stderr"], bytes]]:
+        """Yield what it writes until it ends."""
+        while True:
+            piece = self._pieces.take()
+            if piece is not None:
+                yield piece
+                continue
+            if self._ended.done():
+                if not any(reader.take() for reader in self._pieces.readers if reader.open):
+                    return
+                continue
+            if not any(reader.open for reader in self._pieces.readers):
+                await asyncio.shield(self._ended)
+                continue
+            self._pieces.changed.clear()
+            await self._pieces.changed.wait()
+
+    async def write(self, data: bytes) -> None:
+        """Send to its standard input.
+
+        Raises:
+            SandboxError: It reads no more; kind `refused`.
+        """
+        if not await self._feed(data):
+            raise SandboxError("write: the process has closed its standard input or ended", "refused", status=409)
+
+    async def close_stdin(self) -> None:
+        """Say that no more input comes; on a terminal that is its end-of-file key."""
+        if self._terminal is not None:
+            await self._feed(b"\x04")
+        elif self._stdin is not None:
+            os.close(self._stdin)
+            self._stdin = None
+
+    async def kill(self, signal: int = 9) -> None:
+        """Send a signal; one that has ended already is fine."""
+        if self.running:
+            self._signal(self, signal)
+
+    async def resize(self, rows: int, columns: int) -> None:
+        """Set the size of its terminal.
+
+        Raises:
+            SandboxError: It has none; kind `refused`.
+        """
+        if self._terminal is None:
+            raise SandboxError("resize: the process has no terminal; start it with `terminal`", "refused")
+        if self._stdin is not None:
+            fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    async def wait(self) -> Result:
+        """Wait for its end."""
+        await asyncio.shield(self._ended)
+        return self._result()
+
+    async def finish(self, stdin: bytes, timeout_s: float | None) -> Result:
+        """Feed it, wait for its end or its limit, and return what it wrote; if cancelled, it is killed."""
+        feeding = asyncio.ensure_future(self._feed_and_close(stdin))
+        try:
+            await asyncio.wait_for(asyncio.shield(self._ended), timeout_s)
+        except TimeoutError:
+            self.timed_out = True
+            self._signal(self, 9)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._ended), GRACE_S)
+        except asyncio.CancelledError:
+            self._signal(self, 9)
+            raise
+        finally:
+            feeding.cancel()
+            self._close_stdin()
+            truncated = any([reader.drain() for reader in self._pieces.readers])
+        return self._result(timeout_s, truncated)
+
+    def release(self) -> None:
+        """Close what is still open of it, when the sandbox is gone."""
+        self._close_stdin()
+        for reader in self._pieces.readers:
+            reader.close()
+
+    def _close_stdin(self) -> None:
+        if self._stdin is not None:
+            with suppress(ValueError, OSError):
+                self._loop.remove_writer(self._stdin)
+            os.close(self._stdin)
+            self._stdin = None
+
+    async def _feed_and_close(self, data: bytes) -> None:
+        await self._feed(data)
+        await self.close_stdin()
+
+    async def _feed(self, data: bytes) -> bool:
+        view = memoryview(data)
+        while view:
+            if self._stdin is None or not self.running:
+                return False
+            try:
+                view = view[os.write(self._stdin, view) :]
+            except BlockingIOError:
+                await self._writable(self._stdin)
+            except OSError:
+                return False
+        return self._stdin is not None
+
+    async def _writable(self, fd: int) -> None:
+        ready = self._loop.create_future()
+        self._loop.add_writer(fd, lambda: ready.done() or ready.set_result(None))
+        try:
+            await asyncio.wait({ready, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if self._stdin == fd:
+                self._loop.remove_writer(fd)
+
+    def _result(self, limit_s: float | None = None, truncated: bool = False) -> Result:
+        code = self._ended.result() if self._ended.done() else None
+        # a shell between the sandbox and us reports a signal as 128 + its number only if the shell itself saw it
+        result = Result(
+            outcome="timeout" if self.timed_out else "ok",
+            exit_code=code if code is not None and code >= 0 else None,
+            signal=-code if code is not None and code < 0 else None,
+            stdout=bytes(self._out.kept),
+            stderr=bytes(self._err.kept) if self._err else b"",
+            truncated=truncated,
+            duration_s=time.monotonic() - self.started,
+            detail=f"ended after its limit of {limit_s:g} s" if self.timed_out and limit_s is not None else "",
+        )
+        return self._describe(self, result) if self._describe else result
+
+
+async def ran(argv: Sequence[str], *, timeout_s: float = 30.0, stdin: bytes = b"") -> Result:
+    """Run a short command of the host itself, never a guest's, with the host's own variables."""
+    child = Child(
+        argv,
+        env=dict(os.environ),
+        cwd=None,
+        terminal=None,
+        keep=OUTPUT_LIMIT,
+        signal=lambda child, number: child.popen.send_signal(number),
+    )
+    result = await child.finish(stdin, timeout_s)
+    child.release()
+    return result

@@ -1,0 +1,82 @@
+"""What may be run: commands, variables and paths, checked before any sandbox sees them."""
+
+import os
+from collections.abc import Mapping, Sequence
+
+from triax.errors import SandboxError
+from triax.sandbox.protocol import ARGUMENT_LIMIT
+
+COMMAND_LIMIT = 2**21 - 2**12
+"""Bytes of all arguments and variables together: a quarter of an 8 MiB stack, less what the kernel adds."""
+
+PATH_LIMIT = 4095
+"""Bytes of a path (`PATH_MAX` without its end)."""
+
+
+def words(argv: Sequence[str] | str) -> list[str]:
+    """Return the arguments of a command; a text is handed to the shell.
+
+    Raises:
+        SandboxError: It is empty, or no Linux would start it; kind `refused`.
+    """
+    parts = ["/bin/sh", "-c", argv] if isinstance(argv, str) else list(argv)
+    if not parts or not parts[0]:
+        raise SandboxError("exec: there is no command; found nothing to run; name a program", "refused")
+    _fits("exec: argument", parts)
+    return parts
+
+
+def variables(env: Mapping[str, str] | None) -> dict[str, str]:
+    """Return variables that a process may have.
+
+    Raises:
+        SandboxError: A name is empty or has `=`, or a value no process may hold; kind `refused`.
+    """
+    pairs = dict(env or {})
+    for name in pairs:
+        if not name or "=" in name:
+            raise SandboxError(f"env: {name!r} is no name of a variable; give one without `=`", "refused")
+    _fits("env: variable", [f"{name}={value}" for name, value in pairs.items()])
+    return pairs
+
+
+def sane_path(path: str) -> str:
+    """Return a path that a kernel takes.
+
+    Raises:
+        SandboxError: It is empty, has a NUL or is too long; kind `refused`.
+    """
+    if not path or "\0" in path:
+        raise SandboxError(f"path {path[:80]!r}: a path has at least one byte and no NUL; correct it", "refused")
+    if len(os.fsencode(path)) > PATH_LIMIT:
+        raise SandboxError(f"path: has {len(os.fsencode(path))} bytes; Linux takes at most {PATH_LIMIT}", "refused")
+    return path
+
+
+def positive(name: str, value: float | None) -> None:
+    """Refuse a number of seconds or things that is not above 0; none is fine.
+
+    Raises:
+        SandboxError: It is 0, negative or no number; kind `refused`.
+    """
+    if value is not None and not value > 0:
+        raise SandboxError(f"{name}: must be above 0; found `{value}`; leave it out for no limit", "refused")
+
+
+def _fits(what: str, parts: Sequence[str]) -> None:
+    total = 0
+    for place, part in enumerate(parts):
+        if "\0" in part:
+            raise SandboxError(f"{what} {place}: has a NUL, which ends text in Linux; remove it", "refused")
+        size = len(part.encode("utf-8", "surrogateescape"))
+        if size > ARGUMENT_LIMIT:
+            raise SandboxError(
+                f"{what} {place}: has {size} bytes; Linux takes at most {ARGUMENT_LIMIT}; "
+                "write it to a file or send it to standard input",
+                "refused",
+            )
+        total += size + 9
+    if total > COMMAND_LIMIT:
+        raise SandboxError(
+            f"{what}: all have {total} bytes; Linux takes at most {COMMAND_LIMIT}; use a file", "refused"
+        )
