@@ -129,23 +129,43 @@ def gradients(
     query = tl.load(q + (r[:, None] * qt + c[None, :]), mask=on, other=0.0).to(tl.float32)
     cross = tl.exp2(tl.where(second, since, tile_sum - since))
     of_query *= tl.exp2(since) * from_start
+    # A pair of tokens adds to the gates at and before one and takes from those at and before the other: in the sum up
+    # to a gate almost all of it cancels, so both sides take the very same rounded factors.
+    dG = query * of_query
     taken = tl.where(far, pairs, 0.0).to(E)
-    of_query += tl.dot(taken, (key * cross).to(E), input_precision=PRECISION) * cross
-    of_column = tl.dot(tl.trans(taken), (query * cross).to(E), input_precision=PRECISION) * cross
+    row = (query * cross).to(E)
+    column = (key * cross).to(E)
+    part = tl.dot(taken, column, input_precision=PRECISION)
+    of_query += part * cross
+    dG += row.to(tl.float32) * part
+    part = tl.dot(tl.trans(taken), row, input_precision=PRECISION)
+    of_column = part * cross
+    dG -= column.to(tl.float32) * part
     if BOUNDED:
         taken = tl.where((r[:, None] > i) & (second == (i >= 32)), pairs, 0.0).to(E)
         up = tl.exp2(since - 0.5 * tile_sum)
         down = tl.exp2(0.5 * tile_sum - since)
-        of_query += tl.dot(taken, (key * down).to(E), input_precision=PRECISION) * up
-        of_column += tl.dot(tl.trans(taken), (query * up).to(E), input_precision=PRECISION) * down
+        row = (query * up).to(E)
+        column = (key * down).to(E)
+        part = tl.dot(taken, column, input_precision=PRECISION)
+        of_query += part * up
+        dG += row.to(tl.float32) * part
+        part = tl.dot(tl.trans(taken), row, input_precision=PRECISION)
+        of_column += part * down
+        dG -= column.to(tl.float32) * part
     else:
         for level in tl.static_range(0, 5):
             taken = tl.where((r[:, None] > i) & (((r[:, None] >> level) ^ (i >> level)) == 1), pairs, 0.0).to(E)
             x = tl.exp2(crossing(gates, 1 << level, EXACT))
-            of_query += tl.dot(taken, (key * x).to(E), input_precision=PRECISION) * x
-            of_column += tl.dot(tl.trans(taken), (query * x).to(E), input_precision=PRECISION) * x
+            row = (query * x).to(E)
+            column = (key * x).to(E)
+            part = tl.dot(taken, column, input_precision=PRECISION)
+            of_query += part * x
+            dG += row.to(tl.float32) * part
+            part = tl.dot(tl.trans(taken), row, input_precision=PRECISION)
+            of_column += part * x
+            dG -= column.to(tl.float32) * part
     tl.store(dq + y, (of_query + own * key).to(dq.dtype.element_ty), mask=on)
-    dG = query * of_query
 
     # Then what the writes give. The rows' numbers anew, or 32 conditions a thread would wait in registers till here.
     again = r[:, None] + tl.minimum(length, 0)
@@ -168,32 +188,50 @@ def gradients(
     of_column += hat
     of_row *= tl.exp2(since) * from_start
     bk = -b * key
+    dG += bk * of_row - key * hat
     cross = tl.exp2(tl.where(second, since, tile_sum - since))
     taken = tl.where(far, pairs, 0.0).to(E)
-    of_row += tl.dot(taken, (key * cross).to(E), input_precision=PRECISION) * cross
-    of_column += tl.dot(tl.trans(taken), (bk * cross).to(E), input_precision=PRECISION) * cross
+    row = (bk * cross).to(E)
+    column = (key * cross).to(E)
+    part = tl.dot(taken, column, input_precision=PRECISION)
+    of_row += part * cross
+    dG += row.to(tl.float32) * part
+    part = tl.dot(tl.trans(taken), row, input_precision=PRECISION)
+    of_column += part * cross
+    dG -= column.to(tl.float32) * part
     if BOUNDED:
         taken = tl.where((again > i) & (second == (i >= 32)), pairs, 0.0).to(E)
         up = tl.exp2(since - 0.5 * tile_sum)
         down = tl.exp2(0.5 * tile_sum - since)
-        of_row += tl.dot(taken, (key * down).to(E), input_precision=PRECISION) * up
-        of_column += tl.dot(tl.trans(taken), (bk * up).to(E), input_precision=PRECISION) * down
+        row = (bk * up).to(E)
+        column = (key * down).to(E)
+        part = tl.dot(taken, column, input_precision=PRECISION)
+        of_row += part * up
+        dG += row.to(tl.float32) * part
+        part = tl.dot(tl.trans(taken), row, input_precision=PRECISION)
+        of_column += part * down
+        dG -= column.to(tl.float32) * part
     else:
         for level in tl.static_range(0, 5):
             taken = tl.where((again > i) & (((again >> level) ^ (i >> level)) == 1), pairs, 0.0).to(E)
             x = tl.exp2(crossing(gates, 1 << level, EXACT))
-            of_row += tl.dot(taken, (key * x).to(E), input_precision=PRECISION) * x
-            of_column += tl.dot(tl.trans(taken), (bk * x).to(E), input_precision=PRECISION) * x
+            row = (bk * x).to(E)
+            column = (key * x).to(E)
+            part = tl.dot(taken, column, input_precision=PRECISION)
+            of_row += part * x
+            dG += row.to(tl.float32) * part
+            part = tl.dot(tl.trans(taken), row, input_precision=PRECISION)
+            of_column += part * x
+            dG -= column.to(tl.float32) * part
 
     share = piece * BZ + tl.arange(0, BZ)
-    part = tl.load(R + (r[:, None] * V + share[None, :])).to(tl.float32)
+    errors = tl.load(R + (r[:, None] * V + share[None, :])).to(tl.float32)
     value = tl.load(v + (r[:, None] * vt + share[None, :]), mask=on, other=0.0).to(tl.float32)
-    tl.store(dv + (r[:, None] * (H * V) + share[None, :]), (b * part).to(dv.dtype.element_ty), mask=on)
-    of_beta = tl.sum(part * value, axis=1) - tl.sum(key * of_row, axis=1)
+    tl.store(dv + (r[:, None] * (H * V) + share[None, :]), (b * errors).to(dv.dtype.element_ty), mask=on)
+    of_beta = tl.sum(errors * value, axis=1) - tl.sum(key * of_row, axis=1)
     tl.store(db + (piece.to(tl.int64) * T + start) * H + h + r * H, of_beta, mask=live)
     of_row *= -b
     query = tl.load(q + (r[:, None] * qt + c[None, :]), mask=on, other=0.0).to(tl.float32)
     tl.store(dk + y, (of_row + of_column + own * query).to(dk.dtype.element_ty), mask=on)
-    dG += key * (of_row - of_column)
     dg_rows = add_rows(tl.where(r[:, None] <= i, 1.0, 0.0), dG, EXACT) + end[None, :]
     tl.store(dg + y, dg_rows.to(dg.dtype.element_ty), mask=on)
