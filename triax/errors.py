@@ -5,6 +5,7 @@ TriaxError
 ├── DataError          a source that cannot be read or turned into tokens
 ├── CheckpointError    a folder of weights or a saved run that cannot be trusted
 ├── UnsupportedError   this device or shape has no such path; names what would run instead
+├── CapacityError      a request that can never fit, or one too many
 ├── TrainError         a run that stopped by one of its own rules
 └── SandboxError       a computer for an agent that cannot do what was asked; `kind` says whose fault it is
 
@@ -36,6 +37,10 @@ class CheckpointError(TriaxError):
 
 class UnsupportedError(TriaxError):
     """A path that does not exist for this device or shape; the message names the one that does."""
+
+
+class CapacityError(TriaxError):
+    """A request that can never fit in memory, or one that comes while too many wait."""
 
 
 class TrainError(TriaxError):

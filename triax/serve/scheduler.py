@@ -1,0 +1,519 @@
+"""Who computes what in the next step: decoding first, then prompts within each class's share."""
+
+import heapq
+import time
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Callable
+
+from triax.config.serve import Scheduling
+from triax.errors import CapacityError
+from triax.serve.cache.manager import Manager
+from triax.serve.cache.prefix import Match
+from triax.serve.plan import PENDING, Plan, Row, RowResult, StepResult
+from triax.serve.request import Request
+from triax.serve.sequence import Sequence
+from triax.serve.shares import shared_out
+
+MOST_DEFERRED = 64  # sequences of a class that one plan looks past because their prefix is on its way
+MOST_FAILURES = 2  # failed steps after which a sequence is given up
+MOST_IN_FLIGHT = 2  # one plan runs, the next one is ready
+
+Propose = Callable[[Sequence, int], tuple[int, ...]]
+"""Given a sequence and the most drafts that it may have, its drafts."""
+
+
+class Scheduler:
+    """Plans steps, and learns from their results.
+
+    `plan` may be called while one plan is still running: tokens not yet known are `PENDING` in its rows. Plans must
+    run, and be committed, in order. An empty plan is not committed.
+
+    Args:
+        manager: Owner of the memory.
+        settings: Budgets and shares.
+        clock: Seconds that deadlines are measured with.
+    """
+
+    def __init__(
+        self, manager: Manager, settings: Scheduling | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.manager, self.settings, self.clock = manager, settings or Scheduling(), clock
+        self.most_running = min(self.settings.max_running, max(0, manager.sizes.slots - 1))
+        self.sequences: dict[int, Sequence] = {}
+        self.running: list[Sequence] = []
+        """Sequences with memory, in their order."""
+        self._waiting: dict[str, list[tuple[tuple[int, int], Sequence]]] = {name: [] for name in self.settings.classes}
+        self._deadlines: list[tuple[float, int]] = []
+        self._open: deque[tuple[Plan, list[Sequence]]] = deque()
+        self._follows: dict[int, tuple[Sequence, int]] = {}  # a waiting sequence, whose prompt it waits for, how far
+        self._next_number = 1
+        self._step = 0
+        self.counts = {"steps": 0, "preemptions": 0, "deferred": 0, "failed_steps": 0}
+
+    # coming and going
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without memory."""
+        return len(self.sequences) - sum(not one.is_closing for one in self.running)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to plan or to commit."""
+        return bool(self.sequences or self.running or self._open)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans that were made and not yet committed."""
+        return len(self._open)
+
+    def add(self, request: Request) -> Sequence:
+        """Let a request wait.
+
+        Raises:
+            CapacityError: It can never fit, or too many wait; nothing is left behind.
+        """
+        self.manager.check_fit(len(request.tokens) + max(0, request.max_tokens - 1))
+        if self.num_waiting > self.settings.max_waiting:
+            raise CapacityError(
+                f"scheduler: too many requests wait; found {self.num_waiting}; come back later, or raise "
+                "scheduling.max_waiting"
+            )
+        now = self.clock()
+        sequence = Sequence.of(self._next_number, request, self._class_of(request), now)
+        self._next_number += 1
+        self.sequences[sequence.number] = sequence
+        self._wait(sequence)
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (now + request.deadline_s, sequence.number))
+        return sequence
+
+    def _class_of(self, request: Request) -> str:
+        classes = self.settings.classes
+        name = request.request_class if request.request_class in classes else "default"
+        is_long = len(request.tokens) >= self.settings.long_from
+        return "long" if name == "default" and is_long and "long" in classes else name
+
+    def finish(self, number: int, *, keep: bool = True) -> None:
+        """End a sequence, whatever it is doing; one that is not known any more is no error.
+
+        Args:
+            number: The sequence.
+            keep: Leave what it computed for others.
+        """
+        sequence = self.sequences.pop(number, None)
+        if sequence is None:
+            return
+        self._follows.pop(number, None)
+        sequence.is_closing, sequence.keeps = True, keep
+        if sequence.holding is not None and not sequence.in_flight:
+            self._close(sequence)
+
+    def expired(self) -> list[int]:
+        """Return the sequences whose deadline has passed, once; the caller ends them."""
+        late, now = [], self.clock()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            number = heapq.heappop(self._deadlines)[1]
+            if number in self.sequences:
+                late.append(number)
+        return late
+
+    # planning
+
+    def plan(self, propose: Propose | None = None) -> Plan:
+        """Return the next step.
+
+        Args:
+            propose: Gives drafts to sequences whose tokens are all known.
+        """
+        assert len(self._open) < MOST_IN_FLIGHT, "commit the oldest plan first"
+        rows: list[Row] = []
+        members: list[Sequence] = []
+        decode_tokens = self._plan_decoding(rows, members, propose)
+        budget = self.settings.step_tokens - decode_tokens
+        if rows:
+            budget = min(budget, self.settings.mixed_prefill_tokens)
+        prefill_tokens = self._plan_prefill(rows, members, budget) if budget > 0 else 0
+        moves = self.manager.tiers.moves
+        if not (rows or moves.write_backs or moves.restores or moves.after or moves.beside):
+            return Plan(self._step)
+        moves = self.manager.close()
+        plan = Plan(
+            self._step,
+            (*moves.write_backs, *moves.restores),
+            tuple(moves.clear),
+            tuple(rows),
+            tuple(moves.after),
+            tuple(moves.beside),
+            decode_tokens,
+            prefill_tokens,
+        )
+        self._open.append((plan, members))
+        self._step += 1
+        self.counts["steps"] += 1
+        return plan
+
+    def _plan_decoding(self, rows: list[Row], members: list[Sequence], propose: Propose | None) -> int:
+        step, size = self._step, self.manager.page_tokens
+        left = self.settings.step_tokens
+        # sequences that come after a drafting one still get their token
+        others = sum(one.planned >= one.target for one in self.running)
+        for sequence in tuple(self.running):
+            holding, position = sequence.holding, sequence.planned
+            if (
+                holding is None
+                or position < sequence.target
+                or sequence.is_closing
+                or sequence.is_parking
+                or sequence.is_uncertain
+            ):
+                continue
+            others -= 1
+            ahead = sequence.ahead
+            room = sequence.request.max_tokens - len(sequence.tokens) + len(sequence.request.tokens) - ahead
+            if room <= 0 or (ahead and sequence.request.structure is not None):
+                continue
+            drafts: tuple[int, ...] = ()
+            if propose is not None and not ahead and (most := min(room - 1, left - 1 - others)) > 0:
+                drafts = propose(sequence, most)[:most]
+            needed = position + 1 + len(drafts)
+            if needed > len(holding.pages) * size and not self._grow(sequence, needed):
+                if not drafts or sequence.holding is None or not self.manager.grow(holding, position + 1):
+                    continue
+                drafts = ()
+            if drafts:
+                tokens, kind = (sequence.tokens[-1], *drafts), "verify"
+                sequence.is_uncertain = True
+            else:
+                tokens, kind = (PENDING if ahead else sequence.tokens[-1],), "decode"
+                sequence.planned, sequence.ahead = position + 1, ahead + 1
+            sequence.in_flight += 1
+            sequence.last_step = step
+            rows.append(Row(sequence.number, tokens, position, holding.slot, holding.table, kind, True, len(drafts)))
+            members.append(sequence)
+            left -= len(tokens)
+        return self.settings.step_tokens - left
+
+    def _grow(self, sequence: Sequence, length: int) -> bool:
+        """Get pages, from sequences that come later if need be; without success the sequence may have been parked."""
+        assert sequence.holding is not None
+        while not self.manager.grow(sequence.holding, length):
+            later = [one for one in self.running if one.order > sequence.order and one.last_step != self._step]
+            if any(one.in_flight and (one.is_closing or one.is_parking) for one in self.running):
+                return False  # memory comes back once their plans are done
+            victim = max((one for one in later if not one.is_closing), key=lambda one: one.order, default=None)
+            if victim is None and sequence.in_flight:
+                return False
+            self._park(victim or sequence)
+            if sequence.holding is None or (victim is not None and victim.in_flight):
+                return False
+        return True
+
+    def _plan_prefill(self, rows: list[Row], members: list[Sequence], budget: int) -> int:
+        prompts: dict[str, list[Sequence]] = {}
+        for one in self.running:
+            if one.planned < one.target and not one.is_closing and not one.is_parking:
+                prompts.setdefault(one.class_name, []).append(one)
+        demand = self._demand(prompts, budget)
+        if not demand:
+            return 0
+        usage = self._usage() if len(demand) > 1 else dict.fromkeys(demand, 0.0)
+        shares = {name: self.settings.classes[name].share for name in demand}
+        allotted = shared_out(budget, demand, shares)
+        order = sorted(demand, key=lambda name: usage.get(name, 0.0) / shares[name])
+        left, is_blocked = budget, False
+        for allowance in (allotted, None):  # each its share first, then whatever is left
+            for name in order:
+                limit = left if allowance is None else min(left, allowance[name])
+                spent = 0
+                for one in prompts.get(name, ()):
+                    if spent < limit and one.last_step != self._step and one.holding is not None:
+                        spent += self._plan_chunk(one, limit - spent, rows, members)
+                is_lent = usage.get(name, 0.0) > shares[name]
+                if spent < limit and not (is_blocked and is_lent):
+                    admitted, was_refused = self._admit(name, limit - spent, rows, members)
+                    spent += admitted
+                    is_blocked |= was_refused and not is_lent
+                left -= spent
+        return budget - left
+
+    def _demand(self, prompts: dict[str, list[Sequence]], budget: int) -> dict[str, int]:
+        """Return how many tokens each class could use, as far as it matters."""
+        demand: dict[str, int] = {}
+        for name, waiting in self._waiting.items():
+            wanted = sum(one.target - one.planned for one in prompts.get(name, ()))
+            for _, one in waiting:
+                if wanted >= budget:
+                    break
+                if not one.is_closing:
+                    wanted += len(one.tokens)
+            if wanted:
+                demand[name] = min(wanted, budget)
+        return demand
+
+    def _plan_chunk(self, sequence: Sequence, budget: int, rows: list[Row], members: list[Sequence]) -> int:
+        holding = sequence.holding
+        assert holding is not None
+        start = sequence.planned
+        place = bisect_right(holding.places, start)
+        end = min(sequence.target, start + budget)
+        if place < len(holding.places):
+            end = min(end, holding.places[place])
+        samples = end == sequence.target
+        rows.append(
+            Row(
+                sequence.number,
+                tuple(sequence.tokens[start:end]),
+                start,
+                holding.slot,
+                holding.table,
+                "prefill",
+                samples,
+                media=sequence.media_between(start, end),
+            )
+        )
+        members.append(sequence)
+        sequence.planned = end
+        sequence.ahead += samples
+        sequence.in_flight += 1
+        sequence.last_step = self._step
+        if place < len(holding.places) and end == holding.places[place]:
+            self.manager.take_snapshot(holding, end)
+        return end - start
+
+    # admission
+
+    def _admit(self, name: str, budget: int, rows: list[Row], members: list[Sequence]) -> tuple[int, bool]:
+        """Start waiting sequences of a class; return tokens used, and whether one had no room."""
+        waiting, spent, was_refused = self._waiting[name], 0, False
+        deferred: list[tuple[tuple[int, int], Sequence]] = []
+        while waiting and spent < budget and len(deferred) < MOST_DEFERRED:
+            sequence = waiting[0][1]
+            if sequence.is_closing:
+                heapq.heappop(waiting)
+                continue
+            if self._must_follow(sequence):
+                deferred.append(heapq.heappop(waiting))
+                continue
+            limit = sequence.scored if sequence.request.score_prompt else len(sequence.tokens)
+            match = self.manager.match(sequence.keys, sequence.request.cache_salt, min(limit, len(sequence.tokens) - 1))
+            if match.is_pending or self._follow(sequence, match):
+                deferred.append(heapq.heappop(waiting))
+                continue
+            if not self._start(sequence, match):
+                was_refused = True
+                self.manager.prefetch(match, spare=len(self.running))
+                break
+            heapq.heappop(waiting)
+            spent += self._plan_chunk(sequence, budget - spent, rows, members)
+        for item in deferred:
+            heapq.heappush(waiting, item)
+        self.counts["deferred"] += len(deferred)
+        return spent, was_refused
+
+    def _start(self, sequence: Sequence, match: Match) -> bool:
+        request, reclaimed = sequence.request, False
+        while True:
+            holding = None
+            if len(self.running) < self.most_running:
+                if reclaimed:  # memory has changed hands since
+                    limit = sequence.scored if request.score_prompt else len(sequence.tokens)
+                    limit = min(limit, len(sequence.tokens) - 1)
+                    match = self.manager.match(sequence.keys, request.cache_salt, limit)
+                if not match.is_pending:
+                    holding = self.manager.admit(
+                        sequence.number,
+                        sequence.keys,
+                        request.cache_salt,
+                        match,
+                        len(sequence.tokens),
+                        spare=len(self.running) + 1 if self.running else 0,
+                        borders=request.borders,
+                    )
+            if holding is not None:
+                break
+            if not self._reclaim(sequence):
+                return False
+            reclaimed = True
+        sequence.holding = holding
+        sequence.target, sequence.planned = len(sequence.tokens), holding.position
+        sequence.is_parking = False
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens, sequence.matched_tokens = holding.cached, min(holding.matched, len(sequence.tokens))
+            counts = self.manager.counts
+            counts["prompts"] += 1
+            counts["prompt_tokens"] += len(sequence.tokens)
+            counts["matched_tokens"] += sequence.matched_tokens
+            counts["cached_tokens"] += holding.cached
+        insort(self.running, sequence, key=lambda one: one.order)
+        return True
+
+    def _reclaim(self, sequence: Sequence) -> bool:
+        """Take memory back for a sequence that comes first or whose class gets less than its share."""
+        usage, classes = self._usage(), self.settings.classes
+        is_due = usage.get(sequence.class_name, 0.0) < classes[sequence.class_name].share
+        givers = [
+            one
+            for one in self.running
+            if not one.is_closing
+            and one.last_step != self._step
+            and (
+                one.request.priority > sequence.request.priority
+                or (
+                    is_due
+                    and one.request.priority == sequence.request.priority
+                    and one.class_name != sequence.class_name
+                    and usage[one.class_name] > classes[one.class_name].share
+                )
+            )
+        ]
+        if not givers or any(one.is_parking for one in self.running):
+            return False
+        needed = len(sequence.tokens) // self.manager.page_tokens + 1
+        given = sum(len(one.holding.pages) for one in givers if one.holding is not None)
+        if given + self.manager.tiers.available_pages < needed:
+            return False
+        victim = max(givers, key=lambda one: one.order)
+        self._park(victim)
+        return victim.holding is None
+
+    def _usage(self) -> dict[str, float]:
+        """Return the share of slots or pages, whichever is larger, that each class holds."""
+        slots: dict[str, int] = {}
+        pages: dict[str, int] = {}
+        for one in self.running:
+            if one.holding is not None:
+                slots[one.class_name] = slots.get(one.class_name, 0) + 1
+                pages[one.class_name] = pages.get(one.class_name, 0) + len(one.holding.pages)
+        most_pages = max(1, self.manager.sizes.pages - 1)
+        return {name: max(slots[name] / self.most_running, pages[name] / most_pages) for name in slots}
+
+    def _must_follow(self, sequence: Sequence) -> bool:
+        if sequence.number not in self._follows:
+            return False
+        leader, place = self._follows[sequence.number]
+        if leader.holding is not None and not leader.is_closing and leader.holding.position < place:
+            return True
+        del self._follows[sequence.number]
+        return False
+
+    def _follow(self, sequence: Sequence, match: Match) -> bool:
+        """Whether a running prompt is about to leave a snapshot that this one can use; then it waits for it."""
+        prefixes = self.manager.prefixes
+        if prefixes is None or sequence.request.score_prompt:
+            return False
+        least, most = match.position + prefixes.gap, len(sequence.tokens) - 1
+        for leader in self.running:
+            holding = leader.holding
+            if holding is None or leader.is_closing or leader.is_parking or not holding.places:
+                continue
+            if holding.salt != sequence.request.cache_salt or holding.epoch != self.manager.epoch:
+                continue
+            for place in reversed(holding.places):
+                if place < least or place <= holding.position:
+                    break
+                if place <= most and sequence.keys[:place] == list(holding.keys[:place]):
+                    self._follows[sequence.number] = (leader, place)
+                    return True
+        return False
+
+    # results
+
+    def commit(self, plan: Plan, result: StepResult) -> list[tuple[Sequence, RowResult]]:
+        """Take over what the oldest plan gave.
+
+        Returns:
+            Sequences that still go on, with their results; the caller decides which of them end and calls `finish`.
+            One whose result is not valid has been ended here, with everything that it published.
+        """
+        assert self._open, "no plan is open"
+        assert self._open[0][0] is plan, "plans are committed in order"
+        assert len(result.rows) == len(plan.rows), "one result a row"
+        _, members = self._open.popleft()
+        advances, going = [], []
+        for sequence, row, given in zip(members, plan.rows, result.rows, strict=True):
+            holding = sequence.holding
+            assert holding is not None
+            sequence.in_flight -= 1
+            sequence.append(given.tokens)
+            if row.kind == "verify":
+                position = row.position + max(1, len(given.tokens))
+                sequence.planned, sequence.is_uncertain = position, False
+                sequence.drafted += row.drafts
+                sequence.accepted += max(0, len(given.tokens) - 1)
+            else:
+                position = row.position + len(row.tokens)
+                sequence.ahead -= row.samples
+            sequence.scored = max(sequence.scored, min(position, len(sequence.request.tokens)))
+            holding.is_void |= not given.is_valid
+            advances.append((holding, position))
+            if not sequence.is_closing:
+                going.append((sequence, given))
+        self.manager.land(advances)
+        for sequence, given in zip(members, result.rows, strict=True):
+            if not given.is_valid:
+                self.finish(sequence.number, keep=False)
+                sequence.keeps = False
+            if sequence.in_flight or sequence.holding is None:
+                continue
+            if sequence.is_closing:
+                self._close(sequence)
+            elif sequence.is_parking:
+                self._park(sequence)
+        return going
+
+    def fail(self) -> list[Sequence]:
+        """Forget all plans in flight because the oldest did not run; their sequences start again from what is known.
+
+        Returns:
+            Sequences that failed too often and have been ended.
+        """
+        self.counts["failed_steps"] += 1
+        hit = {one.number: one for _, members in self._open for one in members}
+        self._open.clear()
+        self.manager.fail()
+        given_up = []
+        for one in hit.values():
+            assert one.holding is not None
+            one.holding.is_void = True
+            one.in_flight = one.ahead = 0
+            one.is_uncertain = False
+            one.failures += 1
+            if one.is_closing:
+                self._close(one)
+            elif one.failures > MOST_FAILURES:
+                given_up.append(one)
+                self.finish(one.number, keep=False)
+            else:
+                self._park(one)
+        return given_up
+
+    def park_all(self) -> None:
+        """Let all running sequences give their memory back and wait; no plan may be in flight."""
+        assert not self._open, "commit the plans in flight first"
+        for sequence in tuple(self.running):
+            self._park(sequence)
+
+    def _park(self, sequence: Sequence) -> None:
+        if sequence.in_flight:
+            sequence.is_parking = True
+            return
+        assert sequence.holding is not None
+        self.manager.release(sequence.holding, keep=True)
+        self.running.remove(sequence)
+        sequence.holding = None
+        sequence.is_parking = False
+        sequence.planned = sequence.target = 0
+        sequence.preemptions += 1
+        self.counts["preemptions"] += 1
+        self._wait(sequence)
+
+    def _close(self, sequence: Sequence) -> None:
+        assert sequence.holding is not None
+        self.manager.release(sequence.holding, keep=sequence.keeps)
+        self.running.remove(sequence)
+        sequence.holding = None
+
+    def _wait(self, sequence: Sequence) -> None:
+        heapq.heappush(self._waiting[sequence.class_name], (sequence.order, sequence))
