@@ -3,7 +3,6 @@
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal, Protocol, runtime_checkable
 
 from triax.errors import SandboxError
@@ -146,8 +145,8 @@ class Spec:
     image: str | None = None
     resources: Resources = field(default_factory=Resources)
     network: Network = field(default_factory=Network)
-    env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    metadata: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    env: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float | None = 300.0
     on_timeout: Literal["suspend", "kill"] = "suspend"
     user: str | None = None
@@ -323,11 +322,21 @@ class Machine(Protocol):
         ...
 
     async def suspend(self, folder: Path) -> None:
-        """Write a durable snapshot into an empty folder, then end the machine; it may be paused before."""
+        """Write a durable snapshot, then end the machine; it may be paused before.
+
+        The folder has only `manifest.json`, which is not the backend's, and is renamed once the call returns. One that
+        cannot be read without other snapshots names their folders, which lie beside it, as a list in `parents.json`;
+        they are kept as long as it is.
+        """
         ...
 
     async def snapshot(self, folder: Path, parent: Path | None = None) -> None:
-        """Write a durable snapshot into an empty folder and go on; `parent` is one to build on, where that helps."""
+        """Write a durable snapshot and go on, running or paused as before.
+
+        Args:
+            folder: As for `suspend`.
+            parent: An earlier snapshot of this machine or of its source to build on, where that helps.
+        """
         ...
 
     async def fork(self, ids: Sequence[str]) -> "Sequence[Machine | SandboxError]":
@@ -366,7 +375,10 @@ class Backend(Protocol):
         ...
 
     async def restore(self, folder: Path, spec: Spec, id: str, generation: int) -> Machine:
-        """Start a machine from a snapshot's folder, which is only read and may start many."""
+        """Start a machine from a snapshot's folder, which is only read and may start many.
+
+        The folder stays where it is while a machine that was started from it lives.
+        """
         ...
 
     async def reap(self, live: frozenset[str]) -> list[str]:

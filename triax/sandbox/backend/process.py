@@ -5,7 +5,6 @@ import itertools
 import os
 import shutil
 import signal
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -40,6 +39,7 @@ class ProcessBackend:
                 "refused",
             )
         self.root = root
+        self.copying: set[str] = set()
 
     async def create(self, spec: Spec, id: str) -> "ProcessMachine":
         """Make an empty folder for a machine."""
@@ -64,7 +64,7 @@ class ProcessBackend:
         """End labelled processes and remove folders whose id is not live."""
         ended = []
         known = set(os.listdir(self.root)) if self.root.is_dir() else set()
-        for id in sorted(known - live):
+        for id in sorted(known - live - self.copying):
             count = signal_all(LABEL, f"{self.root}/{id}", signal.SIGKILL)
             shutil.rmtree(self.root / id, ignore_errors=True)
             ended.append(f"process machine {id}: {count} processes and its folder")
@@ -213,15 +213,20 @@ class ProcessMachine:
 
     async def fork(self, ids: Sequence[str]) -> "Sequence[Machine | SandboxError]":
         """Copy the files once for each copy."""
-        with tempfile.TemporaryDirectory(dir=self.backend.root, prefix="fork-") as held:
-            await self.snapshot(Path(held))
+        held = self.backend.root / f"copy-{self.id}"
+        self.backend.copying.add(held.name)
+        try:
+            await self.snapshot(held)
             copies: list[Machine | SandboxError] = []
             for id in ids:
                 try:
-                    copies.append(await self.backend.restore(Path(held), self.spec, id, self.generation + 1))
+                    copies.append(await self.backend.restore(held, self.spec, id, self.generation + 1))
                 except SandboxError as error:
                     copies.append(error)
             return copies
+        finally:
+            await asyncio.to_thread(shutil.rmtree, held, ignore_errors=True)
+            self.backend.copying.discard(held.name)
 
     async def kill(self) -> None:
         """End its processes and remove its folder."""
