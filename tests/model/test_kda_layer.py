@@ -44,13 +44,13 @@ def test_state_and_window_reset_at_every_border(settings, layer_of):
 
 def test_the_bounded_gate_covers_its_range_and_nothing_else(layer_of):
     layer, hidden = layer_of(BOUNDED), 50 * hidden_of(200)
-    log_decay = layer._log_decay(hidden)
+    log_decay = layer.log_decay(hidden)
     assert -5 <= log_decay.min() < -4.9
     assert -0.1 < log_decay.max() <= 0
     with torch.no_grad():
         layer.decay_rate.zero_()
         layer.decay_bias.zero_()
-        assert (layer._log_decay(torch.zeros(1, WIDTH, dtype=torch.float64)) == -2.5).all()
+        assert (layer.log_decay(torch.zeros(1, WIDTH, dtype=torch.float64)) == -2.5).all()
 
 
 def test_fast_forgetting_stays_finite_without_a_bound(layer_of):
@@ -58,7 +58,7 @@ def test_fast_forgetting_stays_finite_without_a_bound(layer_of):
     with torch.no_grad():
         layer.decay_bias.fill_(60.0)
         layer.decay_rate.zero_()
-    assert layer._log_decay(hidden).min() < -55
+    assert layer.log_decay(hidden).min() < -55
     output = layer(hidden, Layout.of([70]))
     output.square().sum().backward()
     for tensor in (output, hidden.grad, *(p.grad for p in layer.parameters())):

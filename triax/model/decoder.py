@@ -8,16 +8,18 @@ from torch import Tensor, nn
 
 from triax.config.model import BlockResiduals, Model
 from triax.errors import ConfigError
-from triax.kernels.linear import linear
+from triax.kernels.linear import linear, tiled
 from triax.model.attention_residual import AttentionMix, Stream
 from triax.model.cache import Cache, KdaCache, MlaCache
+from triax.model.exact import is_exact
 from triax.model.gated_mla import GatedMLA
 from triax.model.gated_mlp import GatedMlp
 from triax.model.kda import KDA
 from triax.model.latent_moe import LatentMoe
 from triax.model.layout import Layout
 from triax.model.matrix import Blocks, draw_normal
-from triax.model.media import MediaEncoder
+from triax.model.media import Inserts, MediaEncoder
+from triax.model.memory import KdaSlots, Memory, MlaPages
 from triax.model.multi_token import MultiToken
 from triax.model.norm import RMSNorm
 from triax.model.vision import Media
@@ -62,7 +64,7 @@ class DecoderLayer(nn.Module):
         self,
         stream: Stream,
         layout: Layout,
-        cache: KdaCache | MlaCache | None,
+        cache: KdaCache | MlaCache | KdaSlots | MlaPages | None,
         *,
         freeze_before_attention: bool = False,
         freeze_before_mlp: bool = False,
@@ -116,9 +118,9 @@ class Decoder(nn.Module):
         self,
         tokens: Int[Tensor, " T"],
         layout: Layout,
-        cache: Cache | None = None,
+        cache: Cache | Memory | None = None,
         taps: dict[Any, Tensor] | None = None,
-        media: Media | None = None,
+        media: Media | Inserts | None = None,
     ) -> Float[Tensor, "T D"]:
         """Return each token's input to the head.
 
@@ -128,7 +130,8 @@ class Decoder(nn.Module):
             cache: Memory of earlier tokens of these sequences; updated in place. Such a call carries no gradient.
             taps: Filled, if given, with what each layer reads before its first norm (keys 0, 1, …) and with the result
                 (key `num_layers`, and again `output`); the vision tower's have names (`vision.embed`, `vision.0`, …).
-            media: Pictures and clips whose slots the tokens have, in order; only for models with a tower.
+            media: Pictures and clips whose slots the tokens have, in order; only for models with a tower. Where the
+                stream holds parts of items, their vectors from an earlier call of the tower.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
             hidden = self.output_norm(self._before_output_norm(tokens, layout, cache, taps, media))
@@ -156,9 +159,9 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         layout: Layout,
-        cache: Cache | None,
+        cache: Cache | Memory | None,
         taps: dict[Any, Tensor] | None,
-        media: Media | None,
+        media: Media | Inserts | None,
     ) -> Float[Tensor, "T D"]:
         if len(tokens) != layout.num_tokens:
             raise ConfigError(
@@ -187,8 +190,11 @@ class Decoder(nn.Module):
         return stream.read(self.output_mix)
 
     def _embed(
-        self, tokens: Tensor, layout: Layout, media: Media | None, taps: dict[Any, Tensor] | None
+        self, tokens: Tensor, layout: Layout, media: Media | Inserts | None, taps: dict[Any, Tensor] | None
     ) -> Float[Tensor, "T D"]:
+        if isinstance(media, Inserts):
+            embedded = self.embed(tokens)
+            return embedded.index_copy(0, media.places, media.vectors.to(embedded.dtype))
         if self.vision is not None:
             return self.vision.fill(self.embed(tokens), tokens, layout, media, taps)
         if media is not None:
@@ -221,7 +227,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "T D"]) -> Float[Tensor, "T vocab"]:
         """Return the score of every token of the vocabulary."""
-        return linear(hidden, self.head.weight)
+        return (tiled.linear if is_exact() else linear)(hidden, self.head.weight)
 
     def empty_cache(self, num_sequences: int) -> Cache:
         """Return a cache on this model's device and in its format."""

@@ -5,10 +5,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from triax.config import model as config
-from triax.kernels.mla import attend
+from triax.kernels.linear import tiled
+from triax.kernels.mla import attend, pagewise
 from triax.model.cache import MlaCache
+from triax.model.exact import is_exact
 from triax.model.layout import Layout
 from triax.model.matrix import Blocks, matrix
+from triax.model.memory import MlaPages
 from triax.model.norm import RMSNorm
 from triax.model.precision import at_least_fp32
 from triax.model.rotary import magnitude, rotate, turns
@@ -52,19 +55,24 @@ class GatedMLA(nn.Module):
         """Largest scaled logit of each head over the training forwards since `reset_largest_logit`."""
 
     def forward(
-        self, hidden: Float[Tensor, "T D"], layout: Layout, cache: MlaCache | None = None
+        self, hidden: Float[Tensor, "T D"], layout: Layout, cache: MlaCache | MlaPages | None = None
     ) -> Float[Tensor, "T D"]:
         """Attend within each sequence; the cache, if any, is continued in place."""
         query, latent = self._query_and_latent(hidden, layout, cache)
-        past = cache is not None and any(cache.lengths)
-        if cache is not None:
-            cache.append(latent, layout)
-        if cache is None or not past:
-            read = self._expanded(query, latent, layout.starts, layout.starts)
-        elif self._absorbing_is_cheaper(layout):
-            read = self._absorbed(query, cache, layout)
+        if isinstance(cache, MlaPages):
+            cache.append(latent)
+            read = self._over_pages(query, cache)
         else:
-            read = self._expanded(query, cache.flat().to(latent.dtype), layout.starts, Layout.of(cache.lengths).starts)
+            past = cache is not None and any(cache.lengths)
+            if cache is not None:
+                cache.append(latent, layout)
+            if cache is None or not past:
+                read = self._expanded(query, latent, layout.starts, layout.starts)
+            elif self._absorbing_is_cheaper(layout):
+                read = self._absorbed(query, cache, layout)
+            else:
+                seen = cache.flat().to(latent.dtype)
+                read = self._expanded(query, seen, layout.starts, Layout.of(cache.lengths).starts)
         read = read.flatten(-2)
         if self.settings.output_gate:
             # training keeps the attention output in fp32 up to the gate, against a biased rounding
@@ -72,7 +80,7 @@ class GatedMLA(nn.Module):
         return self.output(read.to(hidden.dtype))
 
     def _query_and_latent(
-        self, hidden: Tensor, layout: Layout, cache: MlaCache | None
+        self, hidden: Tensor, layout: Layout, cache: MlaCache | MlaPages | None
     ) -> tuple[Float[Tensor, "T H K"], Float[Tensor, "T L"]]:
         """Project; rotate where positions are rotary. The latent comes normalised, with the shared key behind it."""
         settings = self.settings
@@ -80,7 +88,10 @@ class GatedMLA(nn.Module):
         query = query.unflatten(-1, (settings.num_heads, -1))
         latent, shared = self.latent_down(hidden).split([settings.kv_latent_dim, settings.rope_dim], dim=-1)
         if settings.rope:
-            positions = layout.positions(cache.lengths if cache is not None else None, hidden.device)
+            if isinstance(cache, MlaPages):
+                positions = cache.memory.positions
+            else:
+                positions = layout.positions(cache.lengths if cache is not None else None, hidden.device)
             cos, sin = turns(settings.rope, settings.rope_dim, positions)
             content, turned = query.split([settings.nope_dim, settings.rope_dim], dim=-1)
             query = torch.cat([content, rotate(turned, cos, sin)], dim=-1)
@@ -116,10 +127,7 @@ class GatedMLA(nn.Module):
     def _absorbed(self, query: Tensor, cache: MlaCache, layout: Layout) -> Float[Tensor, "T H V"]:
         """Move W_up to the query and to the result, so that all heads read the latents themselves: for decoding."""
         settings, longest = self.settings, max(layout.lengths)
-        up = self.latent_up.weight.unflatten(0, (settings.num_heads, -1))
-        up_key, up_value = up.split([settings.nope_dim, settings.value_dim], dim=1)
-        content, shared = query.split([settings.nope_dim, settings.rope_dim], dim=-1)
-        query = torch.cat([torch.einsum("thn,hnl->thl", content, up_key.to(content.dtype)), shared], dim=-1)
+        query = self._into_latent(query)
         rows, places = layout.sequence(query.device), layout.positions(device=query.device)
         padded = query.new_zeros(len(cache.lengths), longest, *query.shape[1:])
         padded[rows, places] = query
@@ -133,7 +141,57 @@ class GatedMLA(nn.Module):
             logit = torch.einsum("nihl,nsl->nihs", padded.to(seen.dtype), seen) * self.scale
             share = logit.masked_fill(future[:, :, None], -torch.inf).softmax(-1)
             mean = torch.einsum("nihs,nsl->nihl", share, seen[..., : settings.kv_latent_dim])[rows, places]
-            return torch.einsum("thl,hvl->thv", mean, up_value.to(mean.dtype))
+            return self._from_latent(mean)
+
+    def _over_pages(self, query: Float[Tensor, "T H K"], cache: MlaPages) -> Float[Tensor, "T H V"]:
+        """Attend over latents that lie in pages: absorbed while few tokens are new, else with keys rebuilt."""
+        memory, starts = cache.memory, cache.memory.layout.starts
+        count, absorbed = len(memory.parts), len(memory.parts) if is_exact() else memory.num_early
+        early = starts[absorbed]
+        reads = []
+        if early:
+            mean = pagewise.attend(
+                self._into_latent(query[:early]),
+                cache.latent,
+                memory.tables,
+                [part.position + part.length for part in memory.parts[:absorbed]],
+                starts[: absorbed + 1],
+                self.settings.kv_latent_dim,
+                self.scale,
+            )
+            reads.append(self._from_latent(mean))
+        if absorbed < count:
+            late = memory.parts[absorbed:]
+            totals = Layout.of([part.position + part.length for part in late])
+            own = [start - early for start in starts[absorbed : count + 1]]
+            seen = cache.seen(absorbed, totals).to(query.dtype)
+            reads.append(self._expanded(query[early : starts[count]], seen, tuple(own), totals.starts))
+        wide = torch.promote_types(query.dtype, torch.float32)
+        pads = query.new_zeros(memory.num_pads, self.settings.num_heads, self.settings.value_dim, dtype=wide)
+        return torch.cat([*(read.to(wide) for read in reads), pads])
+
+    def _into_latent(self, query: Float[Tensor, "T H K"]) -> Float[Tensor, "T H L"]:
+        """Move the keys' half of W_up to the query."""
+        up_key, _ = self._up()
+        content, shared = query.split([self.settings.nope_dim, self.settings.rope_dim], dim=-1)
+        if is_exact():
+            absorbed = torch.stack([tiled.linear(content[:, h], up_key[h].T) for h in range(len(up_key))], dim=1)
+        else:
+            absorbed = torch.einsum("thn,hnl->thl", content, up_key.to(content.dtype))
+        return torch.cat([absorbed, shared], dim=-1)
+
+    def _from_latent(self, mean: Float[Tensor, "T H L"]) -> Float[Tensor, "T H V"]:
+        """Rebuild the heads' values from their mean latents, in the format of these."""
+        _, up_value = self._up()
+        up_value = up_value.to(mean.dtype)
+        if is_exact():
+            return torch.stack([tiled.linear(mean[:, h], up_value[h]) for h in range(len(up_value))], dim=1)
+        return torch.einsum("thl,hvl->thv", mean, up_value)
+
+    def _up(self) -> tuple[Float[Tensor, "H K L"], Float[Tensor, "H V L"]]:
+        up = self.latent_up.weight.unflatten(0, (self.settings.num_heads, -1))
+        up_key, up_value = up.split([self.settings.nope_dim, self.settings.value_dim], dim=1)
+        return up_key, up_value
 
     def reset_largest_logit(self) -> None:
         """Start a new maximum; the optimiser calls it after each step."""

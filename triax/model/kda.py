@@ -8,15 +8,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triax.config import model as config
-from triax.kernels.kda import kda
-from triax.kernels.short_conv import short_conv
+from triax.kernels.kda import kda, stepped
+from triax.kernels.kda.slots import UNIT_EPS, Projected
+from triax.kernels.short_conv import gathered, short_conv
 from triax.model.cache import KdaCache
+from triax.model.exact import is_exact
 from triax.model.layout import Layout
 from triax.model.matrix import Blocks, matrix
+from triax.model.memory import Drafts, KdaSlots
 from triax.model.norm import Fp32Norm, normalize
 from triax.model.precision import KeepsFp32, at_least_fp32
-
-UNIT_EPS = 1e-6  # added to the sum of squares of a query or key; keeps the gradient finite at zero
 
 
 class KDA(KeepsFp32):
@@ -67,44 +68,106 @@ class KDA(KeepsFp32):
         return (torch.rand(heads, dtype=torch.float32) * 15 + 1).log()
 
     def forward(
-        self, hidden: Float[Tensor, "T D"], layout: Layout, cache: KdaCache | None = None
+        self, hidden: Float[Tensor, "T D"], layout: Layout, cache: KdaCache | KdaSlots | None = None
     ) -> Float[Tensor, "T D"]:
         """Read and update the memory of each sequence, in order; the cache, if any, is continued in place."""
-        heads, dim = self.settings.num_heads, self.settings.head_dim
-        projected = torch.cat([self.query(hidden), self.key(hidden), self.value(hidden)], dim=-1)
-        kernels = torch.cat([self.query_conv, self.key_conv, self.value_conv])
-        if cache is None:
-            window = projected.new_zeros(len(layout.lengths), self.settings.conv_kernel - 1, len(kernels))
+        inputs = self._project(hidden)
+        if isinstance(cache, KdaSlots):
+            read = self._over_slots(inputs, cache)
         else:
-            window = cache.window
-        mixed, window = short_conv(projected, kernels, window, layout.starts)
-        query, key, value = mixed.unflatten(-1, (3, heads, dim)).unbind(1)
+            if cache is None:
+                shape = (len(layout.lengths), self.settings.conv_kernel - 1, inputs.mixed.shape[1])
+                window = inputs.mixed.new_zeros(shape)
+            else:
+                window = cache.window
+            mixed, window = short_conv(inputs.mixed, self._kernels(), window, layout.starts)
+            state = cache.state if cache is not None else None
+            result = kda(*self._activate(mixed, inputs), state, layout.starts, lowest_log_decay=self._lowest())
+            if cache is not None:
+                cache.state, cache.window = result.state.detach(), window.detach().to(cache.window.dtype)
+            read = self._gated(result.read, inputs.gate)
+        return self.output(read.flatten(-2).to(hidden.dtype))
+
+    def _project(self, hidden: Tensor) -> Projected:
+        heads = (self.settings.num_heads, self.settings.head_dim)
+        gate = self.gate(hidden) if self.settings.output_gate == "full" else self.gate_up(self.gate_down(hidden))
+        return Projected(
+            torch.cat([self.query(hidden), self.key(hidden), self.value(hidden)], dim=-1),
+            self.decay_up(self.decay_down(hidden)).unflatten(-1, heads),
+            self.beta(hidden),
+            gate.unflatten(-1, heads),
+        )
+
+    def _kernels(self) -> Float[Tensor, "C taps"]:
+        return torch.cat([self.query_conv, self.key_conv, self.value_conv])
+
+    def _lowest(self) -> float:
         decay = self.settings.decay
+        return decay.lowest_log_decay if decay.kind == "bounded" else -math.inf
+
+    def _activate(
+        self, mixed: Float[Tensor, "T C"], inputs: Projected
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return query, key, value, log decay and beta; everything from the decay's bias on in fp32."""
+        heads, dim = self.settings.num_heads, self.settings.head_dim
+        query, key, value = mixed.unflatten(-1, (3, heads, dim)).unbind(1)
         # the mean-square norm with eps / K is the L2 norm with eps, once scaled by K^-1/2; the query takes that twice
-        result = kda(
+        return (
             normalize(query, UNIT_EPS / dim, 1 / dim),
             normalize(key, UNIT_EPS / dim, dim**-0.5),
             value,
-            self._log_decay(hidden),
-            at_least_fp32(self.beta(hidden)).sigmoid(),
-            cache.state if cache is not None else None,
-            layout.starts,
-            lowest_log_decay=decay.lowest_log_decay if decay.kind == "bounded" else -math.inf,
+            self._log_decay(inputs.decay),
+            at_least_fp32(inputs.beta).sigmoid(),
         )
-        if cache is not None:
-            cache.state, cache.window = result.state.detach(), window.detach().to(cache.window.dtype)
-        gate = self.gate(hidden) if self.settings.output_gate == "full" else self.gate_up(self.gate_down(hidden))
-        read = self.norm(result.read) * at_least_fp32(gate).sigmoid().unflatten(-1, (heads, dim))
-        return self.output(read.flatten(-2).to(hidden.dtype))
 
-    def _log_decay(self, hidden: Float[Tensor, "T D"]) -> Float[Tensor, "T H K"]:
-        """Return the log of what each key channel keeps; everything from the bias on in fp32."""
-        heads, dim = self.settings.num_heads, self.settings.head_dim
-        z = at_least_fp32(self.decay_up(self.decay_down(hidden))) + self.decay_bias
-        rate, z = self.decay_rate.exp()[:, None], z.unflatten(-1, (heads, dim))
+    def _log_decay(self, raw: Float[Tensor, "T H K"]) -> Float[Tensor, "T H K"]:
+        z = at_least_fp32(raw) + self.decay_bias.view(raw.shape[1:])
+        rate = self.decay_rate.exp()[:, None]
         if self.settings.decay.kind == "bounded":
             return self.settings.decay.lowest_log_decay * (rate * z).sigmoid()
         return -rate * F.softplus(z, threshold=60)  # the default of 20 would cost fp64 its last digits
+
+    def log_decay(self, hidden: Float[Tensor, "T D"]) -> Float[Tensor, "T H K"]:
+        """Return the log of what each key channel keeps of each token's input."""
+        return self._log_decay(self.decay_up(self.decay_down(hidden)).unflatten(-1, (self.settings.num_heads, -1)))
+
+    def _gated(self, read: Float[Tensor, "T H V"], gate: Float[Tensor, "T H V"]) -> Float[Tensor, "T H V"]:
+        return self.norm(read) * at_least_fp32(gate).sigmoid()
+
+    def _over_slots(self, inputs: Projected, cache: KdaSlots) -> Float[Tensor, "T H V"]:
+        """Continue sequences whose states lie in slots: a token at a time while few are new, else in chunks."""
+        memory, starts = cache.memory, cache.memory.layout.starts
+        convolve = gathered.short_conv if is_exact() else short_conv
+        mixed, window = convolve(inputs.mixed, self._kernels(), cache.window[memory.slots], starts)
+        query, key, value, log_decay, beta = self._activate(mixed, inputs)
+        kept = log_decay.exp()
+        count, stepwise = len(memory.parts), len(memory.parts) if is_exact() else memory.num_early
+        read, state = stepped.kda(
+            query, key, value, kept, beta, cache.state[memory.slots[:stepwise]], starts[: stepwise + 1]
+        )
+        if stepwise < count:
+            first, end = starts[stepwise], starts[count]
+            result = kda(
+                query[first:end],
+                key[first:end],
+                value[first:end],
+                log_decay[first:end],
+                beta[first:end],
+                cache.state[memory.slots[stepwise:count]],
+                [start - first for start in starts[stepwise : count + 1]],
+                lowest_log_decay=self._lowest(),
+            )
+            read[first:end] = result.read
+            state = torch.cat([state, result.state])
+        if all(part.is_kept for part in memory.parts):
+            final = slice(count)
+        else:
+            final = [n for n, part in enumerate(memory.parts) if part.is_kept]
+            cache.drafts = Drafts(inputs.mixed, key, value, kept, beta)
+        slots = memory.slots[final]
+        cache.state[slots] = state[final].to(cache.state.dtype)
+        cache.window[slots] = window[final].to(cache.window.dtype)
+        return self._gated(read, inputs.gate)
 
     def matrices(self) -> Blocks:
         """Return the logical matrices for the optimiser: one a head where rows belong to heads.

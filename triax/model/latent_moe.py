@@ -6,6 +6,8 @@ from torch import Tensor, nn
 
 from triax.config.model import Activation, Moe
 from triax.kernels import moe as kernel
+from triax.kernels.moe import tiled
+from triax.model.exact import is_exact
 from triax.model.gated_mlp import GatedMlp
 from triax.model.matrix import Blocks, matrix
 from triax.model.norm import RMSNorm
@@ -29,7 +31,8 @@ class Experts(nn.Module):
 
     def forward(self, hidden: Float[Tensor, "T L"], routing: Routing) -> Float[Tensor, "T L"]:
         """Add what each token's experts return, by their shares."""
-        return kernel.experts(hidden, *routing, self.gate, self.up, self.down, self.activation)
+        experts = tiled.experts if is_exact() else kernel.experts
+        return experts(hidden, *routing, self.gate, self.up, self.down, self.activation)
 
     def matrices(self) -> Blocks:
         """Return the logical matrices for the optimiser: each expert's own."""

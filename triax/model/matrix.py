@@ -3,7 +3,8 @@
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from triax.kernels.linear import linear
+from triax.kernels.linear import linear, tiled
+from triax.model.exact import is_exact
 
 Blocks = dict[str, tuple[int, ...]]
 """Parameter names to the row counts of the logical matrices in it, repeated to its end; a layer states its own."""
@@ -14,7 +15,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
         """Transform each row."""
-        return linear(input, self.weight, self.bias)
+        return (tiled.linear if is_exact() else linear)(input, self.weight, self.bias)
 
 
 def matrix(width_in: int, width_out: int, init_std: float) -> Linear:

@@ -1,7 +1,7 @@
 """From patches to tokens of the decoder: the projector, and the slots that its vectors fill."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -39,6 +39,13 @@ class Projector(nn.Module):
             merged = self.norm(merged)
         made = self.output(F.gelu(self.inner(merged.flatten(1))))
         return made if self.is_norm_first else self.norm(made)
+
+
+class Inserts(NamedTuple):
+    """Vectors of items, made before, and where in a stream they go."""
+
+    places: Int[Tensor, " S"]
+    vectors: Float[Tensor, "S D"]
 
 
 class MediaEncoder(nn.Module):

@@ -9,6 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from triax.config.model import Moe
+from triax.kernels.linear import tiled
+from triax.model.exact import is_exact
 from triax.model.precision import KeepsFp32, at_least_fp32
 
 SCORE_UNIT = (
@@ -64,7 +66,8 @@ class Router(KeepsFp32):
         """
         with _no_autocast(hidden):
             wide = at_least_fp32(hidden)
-            score = F.linear(wide, self.weight.to(wide.dtype)).sigmoid()
+            product = tiled.linear if is_exact() else F.linear
+            score = product(wide, self.weight.to(wide.dtype)).sigmoid()
         expert, cutoff = self._choose(score.detach())
         if forced is not None:
             assert forced.expert.shape == expert.shape, "a forced routing must have the shape of the router's own"

@@ -178,7 +178,7 @@ class Measure:
 
 
 def _decay(layer: KDA, hidden: Tensor) -> dict[str, Tensor]:
-    keeps = layer._log_decay(hidden).exp()
+    keeps = layer.log_decay(hidden).exp()
     return {
         "kda/keep_mean": keeps.mean(),
         "kda/keep_smallest": keeps.min(),
