@@ -413,7 +413,9 @@ class Scheduler:
             for place in reversed(holding.places):
                 if place < least or place <= holding.position:
                     break
-                if place <= most and sequence.keys[:place] == list(holding.keys[:place]):
+                if place > most or sequence.keys[place - 1] != holding.keys[place - 1]:
+                    continue
+                if sequence.keys[:place] == holding.keys[:place]:
                     self._follows[sequence.number] = (leader, place)
                     return True
         return False

@@ -17,7 +17,7 @@ class Holding:
     """What one running sequence has in memory: private slot, page table, position, and its place in the tree."""
 
     number: int
-    keys: Sequence[int]
+    keys: list[int]
     """Its tokens as keys of the tree; the sequence appends to it."""
     salt: str
     epoch: int
@@ -114,7 +114,7 @@ class Manager:
     def admit(
         self,
         number: int,
-        keys: Sequence[int],
+        keys: list[int],
         salt: str,
         match: Match,
         length: int,
