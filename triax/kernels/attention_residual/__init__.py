@@ -1,7 +1,9 @@
 """Attention Residuals: each place in the network averages what earlier places wrote."""
 
 import os
+import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from jaxtyping import Float
 from torch import Tensor
@@ -13,5 +15,15 @@ def mix(
     sources: Sequence[Float[Tensor, "T D"]], norm: Float[Tensor, " D"], query: Float[Tensor, " D"], eps: float
 ) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T J"]]:
     """Average the sources by `softmax_j(query · RMSNorm(source_j))`; see `reference.mix`."""
-    path = reference if os.environ.get("TRIAX_KERNELS") == "reference" else lean
-    return path.mix(sources, norm, query, eps)
+    if os.environ.get("TRIAX_KERNELS") == "reference":
+        return reference.mix(sources, norm, query, eps)
+    if sources[0].is_cuda:
+        reason = "an installation without Triton"
+        if find_spec("triton") is not None:
+            from triax.kernels.attention_residual import fused
+
+            reason = fused.unsupported(sources)
+            if reason is None:
+                return fused.mix(sources, norm, query, eps)
+        warnings.warn(f"kernels.attention_residual: no GPU kernel for {reason}; torch's operations run", stacklevel=2)
+    return lean.mix(sources, norm, query, eps)

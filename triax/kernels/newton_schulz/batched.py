@@ -1,19 +1,22 @@
 """Newton-Schulz orthogonalisation of many equal shapes at once, in two forms of the same polynomial."""
 
+from importlib.util import find_spec
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from triax.kernels.newton_schulz.reference import COEFFICIENTS, EPS
 
+SMALLEST = 512  # rows from which half the work is worth a kernel of our own
 WIDE = 1.5  # columns per row from which iterating on the Gram matrix needs fewer multiplications (five steps)
 
 
 def orthogonalize(matrices: Float[Tensor, "B R C"], steps: int, dtype: torch.dtype) -> Float[Tensor, "B R C"]:
     """Orthogonalise each matrix, computing in `dtype`; wide ones by their Gram matrix where that is exact enough.
 
-    Every product but the last is of polynomials of one symmetric matrix, hence symmetric: a kernel that fills only
-    one triangle could halve them.
+    Every product but the last is of polynomials of one symmetric matrix, hence symmetric: on a GPU a kernel computes
+    one triangle of it and mirrors the other.
     """
     tall = matrices.shape[1] > matrices.shape[2]
     wide = matrices.mT if tall else matrices
@@ -32,9 +35,22 @@ def _polynomial(gram: Float[Tensor, "B R R"]) -> Float[Tensor, "B R R"]:
 
 
 def _plain(x: Float[Tensor, "B R C"], steps: int) -> Float[Tensor, "B R C"]:
+    polynomial = _mirrored if _has_kernel(x) else lambda x: _polynomial(x @ x.mT)
     for _ in range(steps):
-        x = torch.baddbmm(x, _polynomial(x @ x.mT), x, beta=COEFFICIENTS[0])
+        x = torch.baddbmm(x, polynomial(x), x, beta=COEFFICIENTS[0])
     return x
+
+
+def _has_kernel(x: Float[Tensor, "B R C"]) -> bool:
+    return x.is_cuda and x.dtype is torch.bfloat16 and x.shape[1] >= SMALLEST and find_spec("triton") is not None
+
+
+def _mirrored(x: Float[Tensor, "B R C"]) -> Float[Tensor, "B R R"]:
+    from triax.kernels.newton_schulz.symmetric import product
+
+    _, b, c = COEFFICIENTS
+    gram = product(x if x.stride(-1) == 1 else x.contiguous())
+    return product(gram, c, gram, b)
 
 
 def _by_gram(x: Float[Tensor, "B R C"], steps: int) -> Float[Tensor, "B R C"]:

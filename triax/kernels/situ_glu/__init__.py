@@ -1,7 +1,9 @@
 """Gated activations: SiTU-GLU, and SwiGLU as its limit without caps."""
 
 import os
+import warnings
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from jaxtyping import Float
 from torch import Tensor
@@ -23,8 +25,18 @@ class SituGlu:
 
     def __call__(self, gate: Float[Tensor, "*rows F"], up: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows F"]:
         """Let the gate decide how much of `up` passes."""
-        path = reference if os.environ.get("TRIAX_KERNELS") == "reference" else lean
-        return path.glu(gate, up, self.gate_cap, self.up_cap)
+        if os.environ.get("TRIAX_KERNELS") == "reference":
+            return reference.glu(gate, up, self.gate_cap, self.up_cap)
+        if gate.is_cuda:
+            reason = "an installation without Triton"
+            if find_spec("triton") is not None:
+                from triax.kernels.situ_glu import fused
+
+                reason = fused.unsupported(gate, up)
+                if reason is None:
+                    return fused.glu(gate, up, self.gate_cap, self.up_cap)
+            warnings.warn(f"kernels.situ_glu: no GPU kernel for {reason}; torch's operations run", stacklevel=2)
+        return lean.glu(gate, up, self.gate_cap, self.up_cap)
 
     def gradient(
         self, upstream: Float[Tensor, "*rows F"], gate: Float[Tensor, "*rows F"], up: Float[Tensor, "*rows F"]
