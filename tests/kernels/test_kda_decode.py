@@ -1,8 +1,14 @@
+import ctypes
+import shutil
+import subprocess
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 import torch
 
 from triax.errors import UnsupportedError
-from triax.kernels.kda import reference
+from triax.kernels.kda import reference, stepping
 from triax.kernels.kda.decode import Projected, Records, Slots, Weights, recur, replay, step, verify
 from triax.kernels.short_conv import short_conv
 from triax.model.norm import normalize
@@ -132,3 +138,165 @@ def test_tensors_that_do_not_fit_are_refused():
         step(tokens(2, K=16), weights(), memory, torch.tensor([1, 2]))
     with pytest.raises(ValueError, match="belong together"):
         verify(tokens(1, 2), weights(), memory, torch.tensor([1]), pending=Records(*[torch.zeros(1)] * 4))
+
+
+@pytest.fixture
+def on_host(monkeypatch, tmp_path_factory):
+    """Run the CUDA kernel on this CPU, through the same arguments as on a GPU."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++ to run CUDA C++ on a CPU; found none")
+    from triax.kernels.kda import fused
+
+    folder = tmp_path_factory.mktemp("host")
+
+    def load(defines, device):
+        named = dict(defines)
+        library = folder / f"{abs(hash(defines))}.so"
+        if not library.exists():
+            pointers = [f"({kind} *)p[{i}]" for i, kind in enumerate(ARGUMENTS)]
+            source = folder / "kernel.cpp"
+            source.write_text(
+                f'#include "{Path(__file__).with_name("host.h")}"\n#include "{fused.SOURCE}"\n'
+                'extern "C" void run(int blocks, void **p, i64 *s, float *f) { on_host(blocks, THREADS, [=] { walk('
+                + ", ".join([*pointers, *(f"s[{i}]" for i in range(16)), "f[0], f[1]); }); }"])
+            )
+            macros = [f"-D{name}={value}" for name, value in defines]
+            options = ["-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas"]
+            subprocess.run([compiler, *options, *macros, source, "-o", library], check=True)
+        assert fused.shared_bytes(named["K"], named["V"], named["TOKENS"], named["PENDING"]) < 227 * 1024
+        return ctypes.CDLL(str(library)).run, 0
+
+    def launch(run, blocks, threads, shared, values, kinds):
+        pointers, strides, numbers = values[:20], values[20:36], values[36:]
+        run(
+            blocks,
+            (ctypes.c_void_p * 20)(*pointers),
+            (ctypes.c_longlong * 16)(*strides),
+            (ctypes.c_float * 2)(*numbers),
+        )
+
+    monkeypatch.setattr(fused, "_function", load)
+    monkeypatch.setattr(fused.nvrtc, "launch", launch)
+    monkeypatch.setattr(fused.nvrtc, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    return fused
+
+
+ARGUMENTS = (
+    *["const X"] * 4, *["const float"] * 4, "E", "W", "const int", "X", *["float"] * 3, "const X",
+    *["const float"] * 3, "const int",
+)  # fmt: skip
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize(
+    ("K", "V", "lowest", "dtype"),
+    [(64, 32, SOFTPLUS, torch.float32), (32, 64, BOUNDED, torch.bfloat16)],
+)
+def test_the_cuda_source_run_on_a_cpu_gives_the_definition(on_host, K, V, lowest, dtype):
+    sizes = {"H": 1, "K": K, "V": V, "dtype": dtype}
+    w, slot = weights(H=1, K=K, V=V, lowest=lowest), torch.tensor([3, 0, 1])
+    memory = slots(4, H=1, K=K, V=V, dtype=dtype, window=dtype)
+    exact = {"rtol": 2e-5, "atol": 2e-6} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    own, expected = copy(memory), copy(memory)
+    inputs = tokens(3, **sizes)
+    torch.testing.assert_close(on_host.step(inputs, w, own, slot), stepping.step(inputs, w, expected, slot), **exact)
+    torch.testing.assert_close(own.state, expected.state, **exact)
+    assert torch.equal(own.window, expected.window)
+    plain = copy(memory)
+    read = on_host.recur(inputs, w, plain.state, slot)
+    torch.testing.assert_close(read, stepping.recur(inputs, w, copy(memory).state, slot), **exact)
+
+    first, second, accepted = tokens(3, 3, **sizes), tokens(3, 3, **sizes), torch.tensor([3, 1, 2])
+    read, records = on_host.verify(first, w, memory, slot, None, None)
+    torch.testing.assert_close(read, stepping.verify(first, w, memory, slot, None, None)[0], **exact)
+    stepped = copy(memory)
+    for t in range(3):
+        got = on_host.step(Projected(*(x[:, t] for x in first)), w, stepped, torch.where(accepted > t, slot, 0))
+        assert torch.equal(got[accepted > t], read[accepted > t, t])
+    replayed, pending = copy(memory), copy(memory)
+    on_host.replay(records, accepted, replayed, slot)
+    assert torch.equal(replayed.state, stepped.state)
+    assert torch.equal(replayed.window, stepped.window)
+    read, _ = on_host.verify(second, w, pending, slot, records, accepted)
+    assert torch.equal(pending.state, stepped.state)
+    assert torch.equal(pending.window, stepped.window)
+    assert torch.equal(read, on_host.verify(second, w, replayed, slot, None, None)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lowest", [BOUNDED, SOFTPLUS])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (64, 64), (128, 64), (32, 128), (128, 256), (256, 64)])
+def test_kernels_on_a_gpu_give_the_definition_and_replay_leaves_the_bits_of_single_steps(K, V, stored, lowest):
+    sizes = {"H": 5, "K": K, "V": V, "dtype": torch.bfloat16, "device": "cuda"}
+    w, slot = weights(H=5, K=K, V=V, lowest=lowest, device="cuda"), torch.tensor([3, 0, 1, 9, 4]).cuda()
+    memory = slots(10, H=5, K=K, V=V, dtype=stored, window=torch.bfloat16, device="cuda")
+    memory.state[0] = memory.window[0] = torch.nan
+    exact = stepping.verify(*_double(first := tokens(5, 6, **sizes), w, memory, slot), None, None)[0]
+    read, records = verify(first, w, memory, slot)
+    live = slot > 0
+    assert ((read.double() - exact)[live].norm() / exact[live].norm()).item() < (4e-3 if stored.itemsize == 4 else 8e-3)
+    assert not read[~live].any()
+    accepted, stepped = torch.tensor([6, 3, 1, 0, 4]).cuda(), copy(memory)
+    for t in range(6):
+        got = step(Projected(*(x[:, t] for x in first)), w, stepped, torch.where(accepted > t, slot, 0))
+        assert torch.equal(got[(accepted > t) & live], read[(accepted > t) & live, t])
+    replayed, pending, second = copy(memory), copy(memory), tokens(5, 3, **sizes)
+    replay(records, accepted, replayed, slot)
+    after, _ = verify(second, w, replayed, slot)
+    found, _ = verify(second, w, pending, slot, pending=records, accepted=accepted)
+    assert torch.equal(found, after)
+    for got in (replayed, pending):
+        torch.testing.assert_close(got.state, stepped.state, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(got.window, stepped.window, rtol=0, atol=0, equal_nan=True)
+
+
+def _double(inputs, w, memory, slot):
+    wide = Weights(*(x.double() for x in w[:4]), *w[4:])
+    state = Slots(memory.state.double(), memory.window.double())
+    return Projected(*(x.double() for x in inputs)), wide, state, slot
+
+
+@pytest.mark.gpu
+def test_a_graph_of_steps_replays_what_was_run_at_any_batch_and_from_views_of_one_projection():
+    w = weights(H=3, K=128, V=128, device="cuda")
+    for N in (1, 2, 3, 7):
+        memory = slots(N + 1, H=3, K=128, V=128, window=torch.bfloat16, device="cuda")
+        wide = torch.randn(N, 3 * 128 * 5 + 3, device="cuda", dtype=torch.bfloat16)
+        mixed, decay, gate, beta = wide.split([3 * 128 * 3, 3 * 128, 3 * 128, 3], -1)
+        inputs = Projected(mixed, decay.unflatten(-1, (3, 128)), beta, gate.unflatten(-1, (3, 128)))
+        slot, captured = torch.arange(N, 0, -1).cuda(), copy(memory)
+        plain = copy(memory)
+        expected = [step(Projected(*(x.contiguous() for x in inputs)), w, plain, slot) for _ in range(3)]
+        step(inputs, w, copy(memory), slot)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            read = step(inputs, w, captured, slot)
+        for own, start in zip(captured, memory, strict=True):
+            own.copy_(start)
+        for one in expected:
+            graph.replay()
+            assert torch.equal(read, one)
+
+
+@pytest.mark.gpu
+def test_states_beyond_2_31_numbers_are_reached():
+    w, inputs = weights(H=96, K=128, V=128, device="cuda"), tokens(2, H=96, K=128, V=128, device="cuda")
+    memory = slots(3, H=96, K=128, V=128, device="cuda")
+    far = Slots(torch.zeros(1500, 96, 128, 128, device="cuda"), torch.zeros(1500, *memory.window.shape[1:]).cuda())
+    far.state[1499], far.window[1499] = memory.state[1], memory.window[1]
+    far.state[1], far.window[1] = memory.state[2], memory.window[2]
+    read = step(inputs, w, far, torch.tensor([1499, 1]).cuda())
+    assert torch.equal(read, step(inputs, w, memory, torch.tensor([1, 2]).cuda()))
+    assert torch.equal(far.state[1499], memory.state[1])
+
+
+@pytest.mark.gpu
+def test_a_head_size_without_a_decode_kernel_falls_back_with_one_warning():
+    w, inputs = weights(K=48, V=48, device="cuda"), tokens(1, K=48, V=48, device="cuda")
+    memory = slots(2, K=48, V=48, device="cuda")
+    with pytest.warns(UserWarning, match="head sizes `48` and `48`"):
+        step(inputs, w, memory, torch.tensor([1]).cuda())

@@ -1,0 +1,228 @@
+"""Decode and verify on a GPU: one launch between the projections, whatever the number of tokens a row."""
+
+import ctypes
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from triax.errors import UnsupportedError
+from triax.kernels import nvrtc
+from triax.kernels.kda.slots import Projected, Records, Slots, Weights
+
+SOURCE = Path(__file__).with_name("fused.cu")
+SIZES = (32, 64, 128, 256)
+LARGEST = 128 * 256  # numbers of a state that the registers of a block hold
+DTYPES = {torch.bfloat16: "bf16", torch.float32: "float"}
+MOST_TOKENS = 64
+THREADS = 256
+KINDS = (ctypes.c_void_p,) * 20 + (ctypes.c_longlong,) * 15 + (ctypes.c_int, ctypes.c_float, ctypes.c_float)
+
+
+def unsupported(state: Tensor, *streams: Tensor) -> str | None:
+    """Say what of these inputs the kernel cannot take, if anything."""
+    channels, width = state.shape[2:]
+    if not nvrtc.is_available():
+        return "an installation without `cuda-bindings`"
+    if state.dtype not in DTYPES or any(x.dtype not in DTYPES for x in streams) or len({x.dtype for x in streams}) > 1:
+        return f"dtypes {', '.join(sorted({f'`{x.dtype}`' for x in (state, *streams)}))}"
+    if channels not in SIZES or width not in SIZES or channels * width > LARGEST:
+        return f"head sizes `{channels}` and `{width}`"
+    if streams[0].dim() == 3 and streams[0].shape[1] > MOST_TOKENS:
+        return f"{streams[0].shape[1]} tokens a row"
+    return None
+
+
+def step(inputs: Projected, weights: Weights, slots: Slots, slot: Int[Tensor, " N"]) -> Float[Tensor, "N H V"]:
+    """See `decode.step`.
+
+    Raises:
+        UnsupportedError: The kernel has no form for these dtypes or head sizes.
+    """
+    _require(slots.state, *inputs)
+    read = torch.empty_like(inputs.gate, memory_format=torch.contiguous_format)
+    inputs = Projected(*(part[:, None] for part in inputs))
+    _walk(inputs, weights, slots.state, slots.window, slot, read, None, None, None)
+    return read
+
+
+def recur(
+    inputs: Projected, weights: Weights, state: Float[Tensor, "S H K V"], slot: Int[Tensor, " N"]
+) -> Float[Tensor, "N H V"]:
+    """See `decode.recur`.
+
+    Raises:
+        UnsupportedError: The kernel has no form for these dtypes or head sizes.
+    """
+    _require(state, *inputs[:3])
+    read = inputs.mixed.new_empty(len(slot), state.shape[1], state.shape[3])
+    inputs = Projected(*(part[:, None] for part in inputs))
+    _walk(inputs, weights, state, None, slot, read, None, None, None)
+    return read
+
+
+def verify(
+    inputs: Projected,
+    weights: Weights,
+    slots: Slots,
+    slot: Int[Tensor, " N"],
+    pending: Records | None,
+    accepted: Int[Tensor, " N"] | None,
+) -> tuple[Float[Tensor, "N W H V"], Records]:
+    """See `decode.verify`.
+
+    Raises:
+        UnsupportedError: The kernel has no form for these dtypes or head sizes.
+    """
+    _require(slots.state, *inputs)
+    read = torch.empty_like(inputs.gate, memory_format=torch.contiguous_format)
+    exact = {"device": read.device, "dtype": torch.float32}
+    keys, values = inputs.decay.shape, inputs.gate.shape
+    records = Records(
+        inputs.mixed, torch.empty(keys, **exact), torch.empty(values, **exact), torch.empty(keys, **exact)
+    )
+    _walk(inputs, weights, slots.state, slots.window, slot, read, records, pending, accepted)
+    return read, records
+
+
+def replay(records: Records, accepted: Int[Tensor, " N"], slots: Slots, slot: Int[Tensor, " N"]) -> None:
+    """See `decode.replay`.
+
+    Raises:
+        UnsupportedError: The kernel has no form for these dtypes or head sizes.
+    """
+    _require(slots.state, records.mixed)
+    _walk(None, None, slots.state, slots.window, slot, None, None, records, accepted)
+
+
+def shared_bytes(channels: int, width: int, tokens: int, pending: int) -> int:
+    """Return the bytes of shared memory that a block needs: the source's arrays, in its order."""
+    most, groups = max(tokens, pending), THREADS * 4 // width
+    return 4 * (most * (3 * channels + 2 * width) + 2 * (-(-most // 4) * 4) + 4 * groups * width)
+
+
+def macros(
+    channels: int,
+    width: int,
+    taps: int,
+    tokens: int,
+    pending: int,
+    stream: torch.dtype,
+    state: torch.dtype,
+    window: torch.dtype | None,
+    *,
+    bounded: bool,
+    writes: bool,
+) -> tuple[tuple[str, str | int], ...]:
+    """Return what the source is compiled with."""
+    return (
+        ("K", channels),
+        ("V", width),
+        ("TAPS", taps),
+        ("TOKENS", tokens),
+        ("PENDING", pending),
+        ("MIXES", int(window is not None)),
+        ("BOUNDED", int(bounded)),
+        ("WRITES", int(writes)),
+        ("X", DTYPES[stream]),
+        ("E", DTYPES[state]),
+        ("W", DTYPES[window or stream]),
+        ("BLOCKS", 2 if channels * width <= 128 * 128 else 1),
+    )
+
+
+def arguments(
+    inputs: Projected | None,
+    weights: Weights | None,
+    state: Tensor,
+    window: Tensor | None,
+    slot: Tensor,
+    read: Tensor | None,
+    records: Records | None,
+    pending: Records | None,
+    accepted: Tensor | None,
+) -> tuple[list[Tensor | None], list[int], list[float]]:
+    """Return the kernel's arguments in order: tensors, strides and the number of heads, and two numbers."""
+    strides = [0] * 11
+    streams: list[Tensor | None] = [None] * 4
+    if inputs is not None:
+        mixed, decay, beta, gate = inputs
+        mixed, decay, gate = (x if x.stride(-1) == 1 else x.contiguous() for x in (mixed, decay, gate))
+        streams = [mixed, decay, beta, gate]
+        strides = [*mixed.stride()[:2], *decay.stride()[:3], *beta.stride(), *gate.stride()[:3]]
+    layer = [None] * 4 if weights is None else [x.detach().float().contiguous() for x in weights[:4]]
+    kept = [None] * 3 if records is None else list(records[1:])
+    old = [None] * 4 if pending is None else [pending.mixed, *(part.contiguous() for part in pending[1:])]
+    counts = [None if x is None else x.int() for x in (slot, accepted)]
+    tensors = [*streams, *layer, state, window, counts[0], read, *kept, *old, counts[1]]
+    of_old = (0, 0) if pending is None else pending.mixed.stride()[:2]
+    of_slots = (_packed(state, "state"), 0 if window is None else _packed(window, "window"))
+    lowest = None if weights is None else weights.lowest_log_decay
+    return (
+        tensors,
+        [*strides, *of_old, *of_slots, state.shape[1]],
+        [0.0 if weights is None else weights.norm_eps, 0.0 if lowest is None else lowest],
+    )
+
+
+def _walk(
+    inputs: Projected | None,
+    weights: Weights | None,
+    state: Tensor,
+    window: Tensor | None,
+    slot: Tensor,
+    read: Tensor | None,
+    records: Records | None,
+    pending: Records | None,
+    accepted: Tensor | None,
+) -> None:
+    if not len(slot):
+        return
+    tensors, strides, numbers = arguments(inputs, weights, state, window, slot, read, records, pending, accepted)
+    heads, channels, width = state.shape[1:]
+    tokens = 0 if inputs is None else inputs.mixed.shape[1]
+    before = 0 if pending is None else pending.key.shape[1]
+    streams = inputs or pending
+    assert streams is not None
+    function, shared = _function(
+        macros(
+            channels, width, 1 if window is None else window.shape[1] + 1, tokens, before, streams.mixed.dtype, state.dtype,
+            None if window is None else window.dtype,
+            bounded=weights is not None and weights.lowest_log_decay is not None,
+            writes=records is None and inputs is not None,
+        ),
+        state.device.index,
+    )  # fmt: skip
+    values = (*(0 if x is None else x.data_ptr() for x in tensors), *strides, *numbers)
+    with torch.cuda.device(state.device):
+        nvrtc.launch(function, len(slot) * heads, THREADS, shared, values, KINDS)
+
+
+@lru_cache(maxsize=256)
+def _function(defines: tuple[tuple[str, str | int], ...], device: int) -> tuple[Any, int]:
+    named: dict[str, Any] = dict(defines)
+    shared = shared_bytes(named["K"], named["V"], named["TOKENS"], named["PENDING"])
+    return nvrtc.load((SOURCE,), "walk", defines, shared, device), shared
+
+
+def _require(state: Tensor, *streams: Tensor) -> None:
+    reason = unsupported(state, *streams)
+    if reason is not None:
+        raise UnsupportedError(
+            f"kernels.kda.fused: no kernel for {reason}; head sizes are {SIZES} with at most {LARGEST} numbers a "
+            f"state, dtypes bf16 and fp32, tokens a row at most {MOST_TOKENS}; the functions of "
+            "`triax.kernels.kda.decode` fall back by themselves"
+        )
+
+
+def _packed(memory: Tensor, name: str) -> int:
+    """Return the stride of slots; what lies inside a slot must be packed, since it is written in place."""
+    if memory.numel() and not memory[0].is_contiguous():
+        raise UnsupportedError(
+            f"kernels.kda.fused: a slot of `{name}` must lie in one piece; found strides `{memory.stride()}`; "
+            "only the slots themselves may be apart"
+        )
+    return memory.stride(0)
