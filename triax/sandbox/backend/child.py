@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Literal
+from typing import Literal, Protocol
 
 from triax.errors import SandboxError
 from triax.sandbox.protocol import OUTPUT_LIMIT, Result
@@ -135,89 +135,142 @@ class _Pieces:
         self.changed.set()
 
 
-class Child:
-    """A started process; one of `finish` (to its end) or `output` and `wait` (long-lived) is used.
+class Ends:
+    """Both ends of the three streams of a process that is about to start.
+
+    Args:
+        terminal: Rows and columns of a terminal; none for three pipes.
+    """
+
+    def __init__(self, terminal: tuple[int, int] | None) -> None:
+        self.terminal = terminal is not None
+        if terminal is None:
+            (in_r, in_w), (out_r, out_w), (err_r, err_w) = os.pipe(), os.pipe(), os.pipe()
+            self.ours, self.theirs = [in_w, out_r, err_r], [in_r, out_w, err_w]
+        else:
+            master, slave = pty.openpty()
+            fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", *terminal, 0, 0))
+            self.ours, self.theirs = [master, os.dup(master)], [slave, slave, slave]
+
+    def close_theirs(self) -> None:
+        """Close what the process has its own copies of."""
+        for fd in set(self.theirs):
+            os.close(fd)
+        self.theirs = []
+
+    def close(self) -> None:
+        """Close all: the process did not start."""
+        self.close_theirs()
+        for fd in self.ours:
+            os.close(fd)
+
+
+class Handle(Protocol):
+    """A process that runs; `ended` becomes its exit code, or less than 0 for the signal that ended it."""
+
+    pid: int
+    ended: "asyncio.Future[int]"
+
+
+class Spawned:
+    """A process that the host itself started.
 
     Args:
         argv: Command of the host.
+        ends: Its streams.
         env: All its variables.
-        cwd: Where it starts, on the host.
-        terminal: Rows and columns of a terminal; none for three pipes.
-        keep: Bytes of each stream to keep for `finish`; none to hand them on by `output`.
-        signal: Sends a signal to what the process stands for; 9 must also reach all that it started.
-        inner: Returns its number inside the sandbox.
+        cwd: Where it starts.
+        pass_fds: Descriptors that it keeps.
+
+    Raises:
+        SandboxError: It cannot be started.
     """
 
     def __init__(
         self,
         argv: Sequence[str],
+        ends: Ends,
         *,
         env: Mapping[str, str],
-        cwd: str | None,
-        terminal: tuple[int, int] | None,
-        keep: int | None,
-        signal: "Callable[[Child, int], None]",
-        inner: "Callable[[Child], int] | None" = None,
-        describe: "Callable[[Child, Result], Result] | None" = None,
+        cwd: str | None = None,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        self.started = time.monotonic()
-        self._signal = signal
-        self._inner = inner
-        self._describe = describe
         self._loop = asyncio.get_running_loop()
-        self._ended: asyncio.Future[int] = self._loop.create_future()
-        self._pieces = _Pieces()
-        ours, theirs = self._streams(terminal)
+        self.ended: asyncio.Future[int] = self._loop.create_future()
         try:
+            stdin, stdout, stderr = ends.theirs
             self.popen = subprocess.Popen(
                 list(argv),
-                stdin=theirs[0],
-                stdout=theirs[1],
-                stderr=theirs[2],
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
                 env=dict(env),
                 cwd=cwd,
                 start_new_session=True,
                 pass_fds=pass_fds,
             )
-            self._pidfd = os.pidfd_open(self.popen.pid)
         except OSError as error:
-            for fd in set(ours):
-                os.close(fd)
+            ends.close()
             raise SandboxError(f"exec: the host could not start `{argv[0]}`; {error.strerror}") from error
-        finally:
-            for fd in set(theirs):
-                os.close(fd)
-        self._terminal = ours[0] if terminal else None
-        self._stdin: int | None = ours[0]
-        os.set_blocking(ours[0], False)
-        self._out = _Reader(ours[1], "stdout", keep, self._pieces)
-        self._err = _Reader(ours[2], "stderr", keep, self._pieces) if terminal is None else None
-        self._pieces.readers = [reader for reader in (self._out, self._err) if reader]
+        ends.close_theirs()
+        self.pid = self.popen.pid
+        self._pidfd = os.pidfd_open(self.pid)
         self._loop.add_reader(self._pidfd, self._on_end)
-        self.timed_out = False
-
-    @staticmethod
-    def _streams(terminal: tuple[int, int] | None) -> tuple[list[int], list[int]]:
-        if terminal is None:
-            (in_r, in_w), (out_r, out_w), (err_r, err_w) = os.pipe(), os.pipe(), os.pipe()
-            return [in_w, out_r, err_r], [in_r, out_w, err_w]
-        ours, theirs = pty.openpty()
-        fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", *terminal, 0, 0))
-        return [ours, os.dup(ours)], [theirs, theirs, theirs]
 
     def _on_end(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
-        code = self.popen.wait()
-        if not self._ended.done():
-            self._ended.set_result(code)
-        self._pieces.wake()
+        self.ended.set_result(self.popen.wait())
+
+    def send(self, number: int) -> None:
+        """Send a signal to it alone."""
+        with suppress(ProcessLookupError):
+            self.popen.send_signal(number)
+
+
+class Child:
+    """A started process; one of `finish` (to its end) or `output` and `wait` (long-lived) is used.
+
+    Args:
+        handle: The process.
+        ends: Its streams.
+        keep: Bytes of each stream to keep for `finish`; none to hand them on by `output`.
+        signal: Sends a signal to what the process stands for; 9 must also reach all that it started.
+        number: Its number inside the sandbox; none for its number on the host.
+        describe: Corrects a result by what the backend knows.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        ends: Ends,
+        *,
+        keep: int | None,
+        signal: Callable[[int], None],
+        number: int | None = None,
+        describe: Callable[[Result], Result] | None = None,
+    ) -> None:
+        self.started = time.monotonic()
+        self.timed_out = False
+        self.handle = handle
+        self._number = number
+        self._signal = signal
+        self._describe = describe
+        self._loop = asyncio.get_running_loop()
+        self._pieces = _Pieces()
+        self._terminal = ends.ours[0] if ends.terminal else None
+        self._stdin: int | None = ends.ours[0]
+        os.set_blocking(ends.ours[0], False)
+        self._out = _Reader(ends.ours[1], "stdout", keep, self._pieces)
+        self._err = None if ends.terminal else _Reader(ends.ours[2], "stderr", keep, self._pieces)
+        self._pieces.readers = [reader for reader in (self._out, self._err) if reader]
+        self._ended = handle.ended
+        self._ended.add_done_callback(lambda _: self._pieces.wake())
 
     @property
     def pid(self) -> int:
         """Its number inside the sandbox."""
-        return self._inner(self) if self._inner else self.popen.pid
+        return self.handle.pid if self._number is None else self._number
 
     @property
     def running(self) -> bool:
@@ -261,7 +314,7 @@ class Child:
     async def kill(self, signal: int = 9) -> None:
         """Send a signal; one that has ended already is fine."""
         if self.running:
-            self._signal(self, signal)
+            self._signal(signal)
 
     async def resize(self, rows: int, columns: int) -> None:
         """Set the size of its terminal.
@@ -286,11 +339,11 @@ class Child:
             await asyncio.wait_for(asyncio.shield(self._ended), timeout_s)
         except TimeoutError:
             self.timed_out = True
-            self._signal(self, 9)
+            self._signal(9)
             with suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(self._ended), GRACE_S)
         except asyncio.CancelledError:
-            self._signal(self, 9)
+            self._signal(9)
             raise
         finally:
             feeding.cancel()
@@ -350,19 +403,14 @@ class Child:
             duration_s=time.monotonic() - self.started,
             detail=f"ended after its limit of {limit_s:g} s" if self.timed_out and limit_s is not None else "",
         )
-        return self._describe(self, result) if self._describe else result
+        return self._describe(result) if self._describe else result
 
 
 async def ran(argv: Sequence[str], *, timeout_s: float = 30.0, stdin: bytes = b"") -> Result:
     """Run a short command of the host itself, never a guest's, with the host's own variables."""
-    child = Child(
-        argv,
-        env=dict(os.environ),
-        cwd=None,
-        terminal=None,
-        keep=OUTPUT_LIMIT,
-        signal=lambda child, number: child.popen.send_signal(number),
-    )
+    ends = Ends(None)
+    spawned = Spawned(argv, ends, env=os.environ)
+    child = Child(spawned, ends, keep=OUTPUT_LIMIT, signal=spawned.send)
     result = await child.finish(stdin, timeout_s)
     child.release()
     return result

@@ -6,11 +6,10 @@ import os
 import shutil
 import signal
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from triax.errors import SandboxError
-from triax.sandbox.backend.child import Child, ran
+from triax.sandbox.backend.child import Child, Ends, Spawned, ran
 from triax.sandbox.backend.owned import COMMAND, LABEL, labelled, signal_all
 from triax.sandbox.backend.tree import Tree
 from triax.sandbox.command import variables, words
@@ -143,20 +142,20 @@ class ProcessMachine:
         elif "/" in parts[0]:
             parts = ["/bin/sh", "-c", 'exec "$@"', "sh", *parts]
 
-        def send(child: Child, signal_number: int) -> None:
+        ends = Ends(terminal)
+        spawned = Spawned(parts, ends, env=whole, cwd=inside)
+
+        def send(signal_number: int) -> None:
             if signal_number == signal.SIGKILL:
                 signal_all(COMMAND, number, signal.SIGKILL)
-            with suppress(ProcessLookupError):
-                child.popen.send_signal(signal_number)
+            spawned.send(signal_number)
 
-        child = Child(parts, env=whole, cwd=inside, terminal=terminal, keep=keep, signal=send, describe=self._describe)
+        child = Child(spawned, ends, keep=keep, signal=send, describe=self._describe)
         self._children = {kept for kept in self._children if kept.running} | {child}
         return child
 
-    def _describe(self, child: Child, result: Result) -> Result:
-        if self._ended and result.outcome == "ok":
-            return ended_meanwhile(result)
-        return result
+    def _describe(self, result: Result) -> Result:
+        return ended_meanwhile(result) if self._ended and result.outcome == "ok" else result
 
     async def read(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
         """Return bytes of a file; an absolute path is one of the host."""
@@ -232,9 +231,6 @@ class ProcessMachine:
         """End its processes and remove its folder."""
         self._ended = True
         await asyncio.to_thread(signal_all, LABEL, self.label, signal.SIGKILL)
-        for child in self._children:
-            with suppress(ProcessLookupError):
-                child.popen.kill()
         await asyncio.to_thread(shutil.rmtree, self.files.parent, ignore_errors=True)
 
     async def is_alive(self) -> bool:
