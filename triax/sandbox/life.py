@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from triax.errors import SandboxError
 from triax.log import logger
@@ -52,6 +52,7 @@ ALLOWED: dict[str, tuple[Status, ...]] = {
 """
 
 
+@runtime_checkable
 class Owner(Protocol):
     """What a sandbox needs of the host that owns it."""
 

@@ -1,0 +1,169 @@
+"""The server as one application: control plane, data planes, health and figures, told apart by header and host."""
+
+import json
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers, QueryParams
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import triax
+from triax.errors import SandboxError
+from triax.sandbox.server import control, metrics, wire
+from triax.sandbox.server.access import ENVD_PORT, aim
+from triax.sandbox.server.connect import Fault
+from triax.sandbox.server.guest import Guest
+from triax.sandbox.server.plane import Plane
+from triax.sandbox.server.schema import LARGEST_BODY_BYTES
+
+log = logging.getLogger("triax.sandbox.server")
+
+OPEN_PATHS = {"/health"}
+"""Routes of the control plane that ask for no key."""
+
+
+class Server:
+    """The ASGI application of a server of sandboxes.
+
+    Args:
+        plane: What it serves.
+    """
+
+    def __init__(self, plane: Plane) -> None:
+        self.plane = plane
+        self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=5), trust_env=False)
+        self._guest = Guest(plane, self._client)
+        self._control = _control(plane)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] == "lifespan":
+            await self._control(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        aimed = aim(headers)
+        try:
+            if aimed is None and scope["type"] == "http" and scope["path"] == "/files":
+                aimed = self._signed(scope)
+            if aimed is not None:
+                scope["triax.aim"] = aimed
+                await self._guest(scope, receive, send)
+            elif scope["type"] == "http":
+                await self._guarded(scope, headers, receive, send)
+            else:
+                await send({"type": "websocket.close", "code": 1003})
+        except Fault as fault:
+            await wire.problem(401, fault.message)(scope, receive, send)
+
+    def _signed(self, scope: Scope) -> tuple[str, int] | None:
+        query = QueryParams(scope["query_string"])
+        if "signature" not in query:
+            return None
+        ids = [sandbox.id for sandbox in self.plane.host.sandboxes()]
+        found = self.plane.access.signed(ids, query, "read" if scope["method"] == "GET" else "write")
+        if found is None:
+            raise Fault("unauthenticated", "the signature fits no sandbox and file of this server")
+        scope["triax.signed"] = True
+        return found, ENVD_PORT
+
+    async def _guarded(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        if scope["path"] not in OPEN_PATHS and not self.plane.access.is_open(headers):
+            response = wire.problem(401, "X-API-Key: not a key of this server; send one that it was started with")
+            await response(scope, receive, send)
+            return
+        size = 0
+
+        async def limited() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > LARGEST_BODY_BYTES:
+                raise HTTPException(413, f"a body may have {LARGEST_BODY_BYTES} bytes here")
+            return message
+
+        await self._control(scope, limited, send)
+
+    async def close(self) -> None:
+        """Let go of connections and of what clients have open; the host and its sandboxes stay."""
+        await self.plane.close()
+        await self._client.aclose()
+
+
+def _control(plane: Plane) -> ASGIApp:
+    app = FastAPI(
+        title="triax sandboxes", version=triax.__version__, docs_url=None, redoc_url=None, exception_handlers=_HANDLERS
+    )
+    app.state.plane = plane
+    app.include_router(control.router)
+
+    @app.get("/health", status_code=204)
+    async def health() -> Response:
+        """Tell that the server answers."""
+        return Response(status_code=204)
+
+    @app.get("/metrics")
+    async def figures() -> Response:
+        """Tell the server's figures, for Prometheus."""
+        return Response(metrics.exposition(plane), media_type=metrics.CONTENT_TYPE)
+
+    @app.get("/nodes")
+    async def nodes() -> list[dict[str, Any]]:
+        """List the machines of the cluster: this one."""
+        return [metrics.node(plane)]
+
+    @app.get("/nodes/{node_id}")
+    async def node(node_id: str) -> dict[str, Any]:
+        """Tell about one machine of the cluster."""
+        found = metrics.node(plane)
+        if found["id"] != node_id:
+            raise SandboxError(f"node `{node_id[:200]}`: not known here", "refused", status=404)
+        return found
+
+    return app
+
+
+async def _refused(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, SandboxError)
+    return wire.refusal(problem)
+
+
+async def _malformed(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, RequestValidationError)
+    first = problem.errors()[0]
+    place = ".".join(str(part) for part in first["loc"] if part != "body")
+    found = json.dumps(first.get("input"), default=str)[:200]
+    return wire.problem(400, f"{place or 'body'}: {first['msg']}; found {found}")
+
+
+async def _http(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, HTTPException)
+    return wire.problem(problem.status_code, problem.detail)
+
+
+async def _unforeseen(request: Request, problem: Exception) -> Response:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=problem)
+    return wire.problem(500, f"the server failed: {type(problem).__name__}", "internal_server_error")
+
+
+_HANDLERS: dict[Any, Any] = {
+    SandboxError: _refused,
+    RequestValidationError: _malformed,
+    HTTPException: _http,
+    Exception: _unforeseen,
+}
+
+
+@asynccontextmanager
+async def opened(plane: Plane) -> AsyncGenerator[Server, None]:
+    """Give the application of a plane, and close it at the end."""
+    server = Server(plane)
+    try:
+        yield server
+    finally:
+        await server.close()
