@@ -187,9 +187,10 @@ def _walk(
     before = 0 if pending is None else pending.key.shape[1]
     streams = inputs or pending
     assert streams is not None
+    taps = 1 if window is None else window.shape[1] + 1
     function, shared = _function(
         macros(
-            channels, width, 1 if window is None else window.shape[1] + 1, tokens, before, streams.mixed.dtype, state.dtype,
+            channels, width, taps, tokens, before, streams.mixed.dtype, state.dtype,
             None if window is None else window.dtype,
             bounded=weights is not None and weights.lowest_log_decay is not None,
             writes=records is None and inputs is not None,

@@ -1,7 +1,9 @@
 """Causal attention of packed sequences with different widths of keys and values."""
 
 import os
+import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import torch
 from jaxtyping import Float, Int
@@ -56,4 +58,16 @@ def decode(
 
     Source: DeepSeek-V2 (arXiv 2405.04434) section 2.1.
     """
-    return paged.decode(query, latent, table, seen, scale, value_dim)
+    inputs = (query, latent, table, seen, scale, value_dim)
+    if not query.is_cuda or os.environ.get("TRIAX_KERNELS") == "reference":
+        return paged.decode(*inputs)
+    if find_spec("triton") is None:
+        reason = "an installation without Triton"
+    else:
+        from triax.kernels.mla import split
+
+        reason = split.unsupported(query, latent, value_dim)
+        if reason is None:
+            return split.decode(*inputs)
+    warnings.warn(f"kernels.mla: no GPU kernel for {reason}; torch operations run instead", stacklevel=2)
+    return paged.decode(*inputs)
