@@ -6,12 +6,13 @@ from pathlib import Path
 import torch
 
 from triax.checkpoint import sharded
+from triax.checkpoint.tokenizer import TOKENIZER
 from triax.config.train import Recipe
 from triax.data.tokenizer import Tokenizer
 from triax.errors import CheckpointError
 from triax.model.decoder import Decoder
 
-RECIPE, TOKENIZER, CHECKPOINTS = "recipe.json", "tokenizer.json", "checkpoints"
+RECIPE, CHECKPOINTS = "recipe.json", "checkpoints"
 
 
 def load_model(path: Path, device: str | torch.device = "cpu") -> tuple[Decoder, Tokenizer]:

@@ -3,10 +3,11 @@
 import json
 from pathlib import Path
 
-from triax.checkpoint.run import TOKENIZER
 from triax.data.kimi import RANK_FILE, KimiTokenizer
 from triax.data.tokenizer import BORDER, Tokenizer
 from triax.errors import CheckpointError
+
+TOKENIZER = "tokenizer.json"
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | KimiTokenizer:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from triax.cli import chat, checkpoint, convert, doctor, model, recipe, sample, train
+from triax.cli import chat, checkpoint, convert, doctor, model, recipe, sample, serve, train
 from triax.errors import TriaxError
 
 FULL_OR_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
@@ -22,6 +22,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(train.train)
+app.command()(serve.serve)
 app.command()(chat.chat)
 app.command()(sample.sample)
 app.add_typer(model.app)

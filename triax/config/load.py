@@ -198,7 +198,20 @@ def load(schema: type[S], name_or_path: str | Path, overrides: Sequence[str] = (
         ConfigError: Every problem of the merged whole, one a line.
     """
     path = find_recipe(name_or_path)
-    layers = [*read(path), (COMMAND_LINE, gather(overrides))]
+    return _validate(schema, [*read(path), (COMMAND_LINE, gather(overrides))], path, only)
+
+
+def load_words(schema: type[S], overrides: Sequence[str], path: Path | None = None) -> S:
+    """Validate settings that need no recipe: defaults, then a file if there is one, then the overrides.
+
+    Raises:
+        ConfigError: Every problem of the merged whole, one a line.
+    """
+    below = read(path) if path is not None else []
+    return _validate(schema, [*below, (COMMAND_LINE, gather(overrides))], path or Path(COMMAND_LINE)).settings
+
+
+def _validate(schema: type[S], layers: Sequence[tuple[str, Tree]], path: Path, only: str = "") -> Loaded[S]:
     tree: Tree = {}
     for _, layer in layers:
         tree = merge(tree, layer)

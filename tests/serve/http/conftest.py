@@ -1,0 +1,157 @@
+"""Real servers: `triax serve` in a process of its own, with the scripted engine in another one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from triax.data.kimi import KimiTokenizer
+
+SCRIPTED = f"{Path(__file__).parent / 'scripted.py'}:scripted"
+TEXT = "user system assistant tool message think response tools call argument role type key index string number hello\n"
+VISION = {"slot_token": None, "patch": 14, "merge": 2}
+
+
+class Served:
+    """A server that runs."""
+
+    def __init__(self, folder: Path, *words: str, engine: str | None = SCRIPTED, wait: bool = True) -> None:
+        self.folder = folder
+        self.log = folder / "log.txt"
+        command = [sys.executable, "-m", "triax", "serve", str(folder), "http.port=0", "http.model_name=m", *words]
+        command += ["--engine", engine] if engine else []
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stderr=log, stdout=log, env=os.environ | {"NO_COLOR": "1"})
+        self.url = ""
+        self._wait_for("listening on ")
+        self.url = self.log.read_text().split("listening on ")[1].split()[0]
+        if wait:
+            self._wait_for("ready: ")
+
+    def _wait_for(self, word: str) -> None:
+        end = time.monotonic() + 120
+        while word not in self.log.read_text():
+            if self.process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"no server: {self.log.read_text()}")
+            time.sleep(0.02)
+
+    def script(self, name: str, answer: str, **options) -> str:
+        """Teach the engine an answer; a prompt that holds what this returns gets it."""
+        path = self.folder / "scripts.json"
+        scripts = json.loads(path.read_text()) if path.is_file() else {}
+        draft = path.with_suffix(".draft")
+        draft.write_text(json.dumps(scripts | {name: {"answer": answer} | options}))
+        draft.replace(path)
+        return f"@{name}"
+
+    def client(self, key: str = "none", **options) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30, **options)
+
+    def post(self, path: str, tree: object, **options) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=tree, timeout=30, **options)
+
+    def get(self, path: str, **options) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=30, **options)
+
+    def last(self) -> dict:
+        """What the engine got last."""
+        return self.get("/v1/cache").json()["last"]
+
+    def engine_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(children[0])
+
+    def stop(self, kind: int = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(kind)
+        return self.process.wait(30)
+
+
+def make_folder(folder: Path, family: str = "k3", **facts) -> Path:
+    """Write a tokenizer and what the scripted engine tells of its model."""
+    tokenizer = KimiTokenizer.train([TEXT * 40], 300, family=family)
+    tokenizer.save(folder)
+    if facts.pop("sees", False):
+        facts["vision"] = VISION | {"slot_token": tokenizer.control["<|media_pad|>"]}
+    (folder / "facts.json").write_text(json.dumps(facts))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """A server of a K3 model that sees."""
+    served = Served(make_folder(tmp_path_factory.mktemp("k3"), sees=True))
+    yield served
+    assert served.stop() == 0, served.log.read_text()
+
+
+@pytest.fixture(scope="session")
+def k2_server(tmp_path_factory):
+    """A server of a K2 model."""
+    served = Served(make_folder(tmp_path_factory.mktemp("k2"), "k2"))
+    yield served
+    assert served.stop() == 0, served.log.read_text()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start servers with settings of their own; they end with the test."""
+    started: list[Served] = []
+
+    def one(*words: str, facts: dict | None = None, **options) -> Served:
+        folder = make_folder(tmp_path / str(len(started)), **(facts or {}))
+        started.append(Served(folder, *words, **options))
+        return started[-1]
+
+    yield one
+    for served in started:
+        if served.process.poll() is None:
+            served.process.kill()
+            served.process.wait()
+
+
+def said(answer: str, thought: str = "") -> str:
+    """Spell what K3 writes to say this."""
+    return (
+        f"{thought}<|close|>think<|sep|><|open|>response<|sep|>{answer}<|close|>response<|sep|>"
+        "<|close|>message<|sep|><|end_of_msg|>"
+    )
+
+
+def called(*calls: tuple[str, dict], thought: str = "t") -> str:
+    """Spell what K3 writes to call tools, all arguments strings."""
+    words = f"{thought}<|close|>think<|sep|><|open|>response<|sep|><|close|>response<|sep|><|open|>tools<|sep|>"
+    for number, (name, arguments) in enumerate(calls, 1):
+        words += f'<|open|>call tool="{name}" index="{number}"<|sep|>'
+        for key, value in arguments.items():
+            words += f'<|open|>argument key="{key}" type="string"<|sep|>{value}<|close|>argument<|sep|>'
+        words += "<|close|>call<|sep|>"
+    return f"{words}<|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>"
+
+
+def tool(name: str, **properties) -> dict:
+    """Declare a tool."""
+    schema = {"type": "object", "properties": properties or {"a": {"type": "string"}}}
+    return {"type": "function", "function": {"name": name, "description": name, "parameters": schema}}
+
+
+@pytest.fixture
+def ask(server):
+    """Ask the server something that gets a scripted answer."""
+
+    def one(answer: str, text: str = "hi", served: Served = server, **options):
+        extra = {name: options.pop(name) for name in ("delay_s", "per_step", "cached", "prefill_s") if name in options}
+        name = served.script(f"s{abs(hash((answer, str(extra)))) % 10**9}", answer, **extra)
+        messages = options.pop("messages", [])
+        messages = [*messages, {"role": "user", "content": f"{text} {name}"}]
+        return served.client().chat.completions.create(model="m", messages=messages, **options)
+
+    one.said, one.called, one.tool = said, called, tool
+    return one

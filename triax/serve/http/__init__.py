@@ -1,0 +1,1 @@
+"""The server's face: the OpenAI API over one engine."""

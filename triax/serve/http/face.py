@@ -1,0 +1,200 @@
+"""What all endpoints share: the engine's link, the model behind it, and who may come in now."""
+
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from anyio import to_thread
+from fastapi import Request as HttpRequest
+from fastapi.responses import StreamingResponse
+from fastapi.routing import APIRoute
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from triax.config.serve import Serve
+from triax.data.chat.message import parse_json
+from triax.data.kimi import KimiTokenizer
+from triax.data.tokenizer import Tokenizer
+from triax.errors import TriaxError
+from triax.serve.http.answer import unless_gone
+from triax.serve.http.fault import Fault, fault_of
+from triax.serve.http.metrics import Meter
+from triax.serve.http.model import Model, open_model
+from triax.serve.link import EngineAbsent, Link
+
+T = TypeVar("T")
+LARGE = 1 << 16
+"""Bytes of a body above which it is rendered in a thread, so that others do not wait for it."""
+LONGEST_RETRY_S = 60
+
+dumps = msgspec.json.encode
+
+
+class Face:
+    """The server behind its endpoints.
+
+    Args:
+        link: To the engine.
+        tokenizer: Of its model.
+        settings: Of engine and server.
+    """
+
+    def __init__(self, link: Link, tokenizer: Tokenizer | KimiTokenizer, settings: Serve) -> None:
+        self.link, self.tokenizer, self.settings = link, tokenizer, settings
+        self.meter = Meter(link)
+        self.is_draining = False
+        self.started = int(time.time())
+        self._model: Model | None = None
+        self._ends: deque[float] = deque(maxlen=64)
+
+    @property
+    def model(self) -> Model:
+        """The model that answers.
+
+        Raises:
+            EngineAbsent: It is still being loaded for the first time.
+        """
+        if self._model is None:
+            if self.link.facts is None:
+                raise EngineAbsent(
+                    f"server: the model is being loaded; found stage `{self.link.stage}` at {self.link.share:.0%}; "
+                    "ask /health until it is there"
+                )
+            self._model = open_model(self.link.source, self.tokenizer, self.link.facts, self.settings)
+        return self._model
+
+    def admit(self, name: str, num_choices: int = 1) -> Model:
+        """Return the model if a request may come in now.
+
+        Raises:
+            Fault: It is not served under this name, too many wait, or the server is about to stop.
+            EngineAbsent: There is no engine.
+        """
+        if self.is_draining:
+            raise Fault(
+                503,
+                "server: is stopping; found a new request; send it to another server",
+                code="server_stopping",
+                headers={"Retry-After": "5", "Connection": "close"},
+            )
+        model = self.check_name(name)
+        limit, waiting = self.settings.http.max_queue, len(self.link.waiting)
+        if waiting + num_choices > limit:
+            wait = self._wait_s(waiting)
+            raise Fault(
+                429,
+                f"server: too many requests wait; found {waiting} in a queue of {limit}; try again in {wait} s",
+                code="queue_full",
+                headers={"Retry-After": str(wait)},
+            )
+        return model
+
+    def check_name(self, name: str) -> Model:
+        """Return the model if this is its name.
+
+        Raises:
+            Fault: It is not.
+        """
+        model = self.model
+        if name != model.name:
+            raise Fault(
+                404,
+                f"model: not served here; found `{name[:80]}`; use `{model.name}`",
+                param="model",
+                code="model_not_found",
+            )
+        return model
+
+    def note_end(self) -> None:
+        """Remember that a request has ended: how fast they do decides when to come again."""
+        self._ends.append(time.monotonic())
+
+    def _wait_s(self, waiting: int) -> int:
+        if len(self._ends) < 2:
+            return 1
+        per_s = len(self._ends) / max(time.monotonic() - self._ends[0], 1e-3)
+        return max(1, min(LONGEST_RETRY_S, round(waiting / per_s)))
+
+    async def prepare(self, request: HttpRequest, work: Callable[[], T]) -> T:
+        """Do work that takes long for a large body, beside everything else."""
+        if len(await request.body()) < LARGE:
+            return work()
+        return await to_thread.run_sync(work)
+
+    async def stream(self, request: HttpRequest, chunks: AsyncGenerator[bytes, None]) -> Response:
+        """Answer with a stream of events; what fails before the first one is an ordinary error."""
+        first = await unless_gone(request, anext(chunks))
+        return Events(_with_faults(first, chunks))
+
+
+async def _with_faults(first: bytes, chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """Yield all chunks; a failure on the way is the last of them."""
+    async with aclosing(chunks):
+        yield first
+        try:
+            async for chunk in chunks:
+                yield chunk
+        except TriaxError as problem:
+            yield event(fault_of(problem).tree())
+
+
+class Events(StreamingResponse):
+    """A stream of server-sent events that ends its source when the client goes."""
+
+    def __init__(self, chunks: AsyncGenerator[bytes, None]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(chunks, media_type="text/event-stream", headers=headers)
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream."""
+        async with aclosing(self._chunks):
+            await super().__call__(scope, receive, send)
+
+
+def event(tree: object) -> bytes:
+    """Return one server-sent event."""
+    return b"data: " + dumps(tree) + b"\n\n"
+
+
+SIGN_OF_LIFE = b": the engine is at work\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+class StrictRoute(APIRoute):
+    """Reads bodies as JSON in the strict sense: no NaN, no endless nesting, no other content type."""
+
+    def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
+        """Return the handler with a stricter reader before it."""
+        handle = super().get_route_handler()
+
+        async def strict(request: HttpRequest) -> Response:
+            if self.body_field is not None:
+                kind = request.headers.get("content-type", "")
+                if kind.partition(";")[0].strip().lower() != "application/json":
+                    raise Fault(  # a page of another origin could send any other kind without asking first
+                        415, f"content-type: must be application/json; found `{kind[:80]}`; send that header"
+                    )
+                data = await request.body()
+                try:
+                    request._json = parse_json(data.decode())
+                except ValueError as problem:
+                    raise Fault(400, f"body: not JSON; found a problem: {problem}; send a JSON object") from None
+            return await handle(request)
+
+        return strict
+
+
+FAULTS: dict[int | str, dict[str, Any]] = {
+    400: {"description": "Something in the request is wrong; the error says what and what to do."},
+    401: {"description": "No key, or a wrong one."},
+    404: {"description": "No such model."},
+    408: {"description": "The body did not come."},
+    413: {"description": "The body is too large."},
+    415: {"description": "The body is said to be something else than JSON."},
+    429: {"description": "Too many requests; `Retry-After` says when to come again."},
+    503: {"description": "The model is being loaded, the engine is being restarted, or the server is stopping."},
+}

@@ -1,0 +1,107 @@
+"""The model as the API sees it: its name, its tokenizer, its chat format, and how it takes pictures."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from triax.checkpoint.preprocessor import FILE, read_preprocessor
+from triax.checkpoint.tokenizer import TOKENIZER, load_tokenizer
+from triax.config.serve import Serve
+from triax.config.vision import Images
+from triax.data.kimi import RANK_FILE, KimiTokenizer
+from triax.data.tokenizer import Tokenizer
+from triax.errors import ConfigError, DataError
+from triax.serve.wire import Facts
+
+Format = Literal["k3", "k2", "text"]
+"""Chat format of K3, of K2, or none: a base model that continues text."""
+THINKING = (1.0, 0.95)
+PLAIN = (0.6, 0.95)
+FREE = (1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What does not change while the server runs."""
+
+    name: str
+    tokenizer: Tokenizer | KimiTokenizer
+    format: Format
+    images: Images
+    context: int
+    """Most tokens of prompt and answer together."""
+    vocab_size: int
+    slot_token: int | None
+    """Token of a picture's slots; None is a model that does not see."""
+
+    def sampling(self, *, thinking: bool) -> tuple[float, float]:
+        """Return the model's own temperature and top_p.
+
+        Source: the published settings of Kimi K3 and K2.5.
+        """
+        if self.format == "text":
+            return FREE
+        return THINKING if thinking or self.format == "k3" else PLAIN
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text that the model is to continue.
+
+        Raises:
+            DataError: The text is not valid Unicode.
+        """
+        return [*self.tokenizer.opening, *self.tokenizer.encode(text)]
+
+    def check_tokens(self, tokens: list[int], where: str) -> None:
+        """Refuse tokens that the model does not have.
+
+        Raises:
+            DataError: One is outside of the vocabulary.
+        """
+        wrong = next((token for token in tokens if not 0 <= token < self.tokenizer.vocab_size), None)
+        if wrong is not None:
+            raise DataError(
+                f"{where}: not a token of this model; found `{wrong}`; give numbers from 0 to "
+                f"{self.tokenizer.vocab_size - 1}"
+            )
+
+
+def open_tokenizer(folder: Path) -> Tokenizer | KimiTokenizer:
+    """Read the tokenizer of a run, of one of its checkpoints, or of released weights.
+
+    Raises:
+        CheckpointError: There is none.
+        DataError: Its files cannot be used.
+    """
+    of_run = folder.resolve().parents[1] / TOKENIZER if len(folder.resolve().parents) > 1 else folder
+    if not any((folder / name).is_file() for name in (RANK_FILE, TOKENIZER)) and of_run.is_file():
+        return Tokenizer.load(of_run)  # one checkpoint of a run
+    return load_tokenizer(folder)
+
+
+def open_model(folder: Path, tokenizer: Tokenizer | KimiTokenizer, facts: Facts, settings: Serve) -> Model:
+    """Return the model of a folder once the engine has told its facts."""
+    if facts.slot_token is not None and (folder / FILE).is_file():
+        images = read_preprocessor(folder).images
+    else:
+        images = Images(patch=facts.patch, merge=facts.merge)
+    name = settings.http.model_name or folder.resolve().name
+    form = format_of(tokenizer)
+    return Model(name, tokenizer, form, images, facts.context, facts.vocab_size, facts.slot_token)
+
+
+def format_of(tokenizer: Tokenizer | KimiTokenizer) -> Format:
+    """Return the chat format whose control tokens a tokenizer has."""
+    control = tokenizer.control if isinstance(tokenizer, KimiTokenizer) else {}
+    return "k3" if "<|open|>" in control else "k2" if "<|im_middle|>" in control else "text"
+
+
+def check_settings(settings: Serve) -> None:
+    """Refuse settings that would let anybody in by mistake.
+
+    Raises:
+        ConfigError: An API key opens the admin endpoints too.
+    """
+    if shared := set(settings.http.api_keys) & set(settings.http.admin_keys):
+        raise ConfigError(
+            f"http.admin_keys: a client's key must not be an admin's; found {len(shared)} in both lists; use other keys"
+        )

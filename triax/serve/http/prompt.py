@@ -1,0 +1,339 @@
+"""From a checked body to what the engine gets: tokens, pictures, borders, form, sampling."""
+
+import base64
+import binascii
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+from triax.data import chat
+from triax.data.chat.parser import Parser
+from triax.data.chat.tool import check_tools, tool_name
+from triax.data.kimi import KimiTokenizer
+from triax.serve.http.fault import refuse
+from triax.serve.http.model import Model
+from triax.serve.http.schema import ChatRequest, Common, ImageUrl, Message
+from triax.serve.request import MediaItem, Request, Sampling, Structure
+
+if TYPE_CHECKING:
+    from triax.data.image import Picture  # brings torch, which only a model that sees needs here
+
+MAX_IMAGES = 64
+KWARGS = ("thinking", "enable_thinking", "reasoning_effort")
+ENDS = {"k3": chat.xtml.END, "k2": chat.k2.END}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prompt, ready for the engine."""
+
+    tokens: list[int]
+    num_billed: int
+    """Tokens to report as the prompt's."""
+    thinking: bool = False
+    media: tuple[MediaItem, ...] = ()
+    borders: tuple[int, ...] = ()
+    structure: Structure | None = None
+    parser: Callable[[], Parser] | None = None
+    """Makes a parser for one answer; None where text stays text."""
+
+
+def prepare_chat(model: Model, fields: ChatRequest, extra: Mapping[str, Any]) -> Prepared:
+    """Render a conversation.
+
+    Args:
+        model: Whose format is spoken.
+        fields: The body.
+        extra: `enable_thinking` and `chat_template_kwargs` of the body, where it has them.
+
+    Raises:
+        DataError: A message or an option cannot be rendered.
+        Fault: The same, for what only requests can have.
+    """
+    if not isinstance(model.tokenizer, KimiTokenizer) or model.format == "text":
+        raise refuse("messages: this model has no chat format; found a base model; use /v1/completions")
+    check_messages(fields.messages)
+    tools = check_declarations(fields)
+    check_form(fields.response_format)
+    wish = {
+        "thinking": fields.thinking,
+        "enable_thinking": extra.get("enable_thinking"),
+        "reasoning_effort": fields.reasoning_effort,
+        "tools": fields.tools,
+        "tool_choice": fields.tool_choice if model.format == "k3" or isinstance(fields.tool_choice, str) else None,
+        "response_format": fields.response_format,
+    }
+    wish |= _template_wish(extra.get("chat_template_kwargs"), wish)
+    options = chat.request_options(wish)
+    if options.tool_choice == "required" and not tools:
+        raise refuse("tool_choice: there is nothing to call; found `required` without tools; declare tools")
+    messages = [message.model_dump(exclude_none=True) for message in fields.messages]
+    pictures = read_pictures(model, fields.messages)
+    images = [chat.Image(picture.width, picture.height, picture.num_tokens) for picture in pictures]
+    num_calls = sum(len(message.tool_calls or ()) for message in fields.messages)
+    tokenizer = model.tokenizer
+    num_notes = 0
+    if model.format == "k3":
+        num_notes = (options.tool_choice != "auto") + ((options.response_format or {}).get("type", "text") != "text")
+        prompt = chat.xtml.prompt(tokenizer, messages, options, images)
+
+        def parser() -> Parser:
+            return chat.xtml_parser(tokenizer, thinking=options.thinking, num_calls=num_calls)
+    else:
+        opened = options.thinking and model.slot_token is not None  # K2.5 opens thinking in the prompt, K2 does not
+        told = chat.K2Options(tools=options.tools, thinking=options.thinking, open_think=opened)
+        prompt = chat.k2.prompt(tokenizer, messages, told, images)
+
+        def parser() -> Parser:
+            return chat.k2_parser(tokenizer, tools=options.tools, open_think=opened, num_calls=num_calls)
+
+    return Prepared(
+        prompt.ids,
+        prompt.num_billed,
+        options.thinking,
+        media_of(pictures, prompt.ids, model.slot_token),
+        borders_of(prompt.ids, tokenizer.control[ENDS[model.format]], fields.messages, num_notes),
+        structure_of(model, options, tools, fields.tool_choice),
+        parser,
+    )
+
+
+def _template_wish(given: object, wish: Mapping[str, Any]) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or (strange := sorted(set(given) - set(KWARGS))):
+        found = strange if isinstance(given, Mapping) else given
+        raise refuse(f"chat_template_kwargs: not known; found `{found}`; use {', '.join(KWARGS)}")
+    return {name: value for name, value in given.items() if wish.get(name) is None}
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Refuse what a message of its role cannot have."""
+    for number, message in enumerate(messages):
+        where = f"messages[{number}]"
+        if message.role == "tool" and not message.tool_call_id:
+            raise refuse(f"{where}.tool_call_id: is missing; found a tool result without it; give the id of its call")
+        if message.tools is not None and message.role not in ("system", "developer"):
+            raise refuse(
+                f"{where}.tools: only a system message adds tools; found role `{message.role}`; move them there"
+            )
+        if message.tools and message.content:
+            raise refuse(f"{where}: a system message has content or tools; found both; send two messages")
+        if message.role in ("system", "developer", "user") and message.content is None and not message.tools:
+            raise refuse(f"{where}.content: is missing; found none; give text")
+
+
+def check_declarations(fields: ChatRequest) -> list[Mapping[str, Any]]:
+    """Return all declared tools, global and added; refuse incomplete ones and doubles."""
+    tools: list[Mapping[str, Any]] = []
+    seen: dict[str, str] = {}
+    lists = [("tools", fields.tools)]
+    lists += [(f"messages[{number}].tools", message.tools) for number, message in enumerate(fields.messages)]
+    for where, declared in lists:
+        for number, tool in enumerate(declared or ()):
+            if "type" not in tool:
+                raise refuse(f'{where}[{number}].type: is missing; found none; give "function"')
+            function = tool.get("function")
+            if where != "tools" and isinstance(function, Mapping) and "parameters" not in function:
+                raise refuse(
+                    f"{where}[{number}].function.parameters: is missing; found none; give the schema of an object"
+                )
+        for number, tool in enumerate(check_tools(declared, where)):
+            name = tool_name(tool)
+            if name in seen:
+                raise refuse(
+                    f"{where}[{number}].function.name: declared twice; found `{name}` also in {seen[name]}; rename one"
+                )
+            seen[name] = f"{where}[{number}]"
+            tools.append(tool)
+    return tools
+
+
+def check_form(form: Mapping[str, Any] | None) -> None:
+    """Refuse a `response_format` that says too little."""
+    if form is None or form.get("type") != "json_schema":
+        return
+    where = "response_format.json_schema"
+    wrapper = form.get("json_schema")
+    if not isinstance(wrapper, Mapping):
+        raise refuse(f"{where}: must be an object; found `{wrapper!r}`; give name and schema")
+    if not isinstance(wrapper.get("name"), str) or not wrapper["name"]:
+        raise refuse(f"{where}.name: is missing; found `{wrapper.get('name')!r}`; name the schema")
+    if not isinstance(wrapper.get("schema"), Mapping):
+        raise refuse(f"{where}.schema: must be an object; found `{wrapper.get('schema')!r}`; give a JSON schema")
+    if not isinstance(wrapper.get("strict", False), bool | None):
+        raise refuse(f"{where}.strict: must be true or false; found `{wrapper['strict']!r}`; correct it")
+
+
+def structure_of(
+    model: Model, options: chat.Options, tools: Sequence[Mapping[str, Any]], choice: object
+) -> Structure | None:
+    """Return the form that the engine must hold the answer to; it starts where the thinking has ended."""
+    tokenizer = model.tokenizer
+    assert isinstance(tokenizer, KimiTokenizer)
+    named = choice.get("function", {}).get("name") if isinstance(choice, Mapping) else None
+    if isinstance(choice, Mapping):
+        tools = [tool for tool in tools if tool_name(tool) == named]
+        if not tools:
+            raise refuse(f"tool_choice: names no declared tool; found `{named!r}`; name one of tools")
+    form = (options.response_format or {}).get("type", "text")
+    if model.format == "k3":
+        control, encode = tokenizer.control, tokenizer.encode_ordinary
+        opened, closed = control[chat.xtml.OPEN], control[chat.xtml.CLOSE]
+        separator = control[chat.xtml.SEP]
+        end = (closed, *encode("think"), separator)
+        answer = (opened, *encode("response"), separator)
+    else:
+        end = answer = (tokenizer.control[chat.k2.THINK_END],)
+    if options.tool_choice == "required" or named is not None:
+        return Structure("tools", json.dumps(list(tools), ensure_ascii=False), end if options.thinking else ())
+    if form == "text" or (tools and options.tool_choice != "none"):  # a call may stand where the form would
+        return None
+    after = answer if options.thinking else ()
+    if form == "json_object":
+        return Structure("json_object", "", after)
+    return Structure("json_schema", json.dumps(options.schema, ensure_ascii=False), after)
+
+
+def read_pictures(model: Model, messages: Sequence[Message]) -> "list[Picture]":
+    """Decode the pictures of a conversation, in order.
+
+    Raises:
+        Fault: The model does not see, an address is no data URL, or there are too many.
+        DataError: One cannot be decoded.
+    """
+    pictures: list[Picture] = []
+    for number, message in enumerate(messages):
+        for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if part.type != "image_url":
+                continue
+            where = f"messages[{number}].content[{place}].image_url"
+            if model.slot_token is None:
+                raise refuse(f"{where}: this model does not see; found a picture; send text only")
+            if len(pictures) == MAX_IMAGES:
+                raise refuse(f"{where}: too many pictures; found more than {MAX_IMAGES}; send fewer")
+            url = part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url
+            from triax.data.image import read_image
+
+            pictures.append(read_image(_bytes_of(url, where), model.images, where))
+    return pictures
+
+
+def _bytes_of(url: str | None, where: str) -> bytes:
+    head, comma, data = (url or "").partition(",")
+    if not comma or not head.startswith("data:") or not head.endswith(";base64"):
+        found = f"`{(url or '')[:40]}`"
+        raise refuse(f"{where}: only data URLs are read; found {found}; send `data:image/png;base64,…`")
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as problem:
+        raise refuse(f"{where}: not base64; found a problem: {problem}; encode the file again") from None
+
+
+def media_of(pictures: "Sequence[Picture]", tokens: list[int], slot: int | None) -> tuple[MediaItem, ...]:
+    """Return the pictures with their places among the tokens."""
+    items: list[MediaItem] = []
+    start = 0
+    for picture in pictures:
+        assert slot is not None
+        start = tokens.index(slot, start)
+        pixels = picture.patches.contiguous().numpy().tobytes()
+        digest = sha256(repr(picture.grid).encode() + pixels).hexdigest()
+        items.append(MediaItem(digest, start, picture.num_tokens, pixels, picture.grid))
+        start += picture.num_tokens
+    return tuple(items)
+
+
+def borders_of(tokens: list[int], end: int, messages: Sequence[Message], num_notes: int) -> tuple[int, ...]:
+    """Return where a later conversation is likely to part from this one.
+
+    These are the end of what the system says at first, and the ends of the last two messages; the notes behind them
+    hold for one answer only.
+    """
+    ends = [number + 1 for number, token in enumerate(tokens) if token == end]
+    ends = ends[: len(ends) - num_notes]
+    leading = next((n for n, message in enumerate(messages) if message.role not in ("system", "developer")), 0)
+    first = ends[-(len(messages) - leading) - 1 :][:1]
+    return tuple(sorted({*first, *ends[-2:]}))
+
+
+def requests_of(
+    model: Model, prepared: Prepared, body: Common, id_: str, max_tokens: int | None, **more: Any
+) -> list[Request]:
+    """Return a request for the engine for each wanted choice.
+
+    Raises:
+        Fault: The prompt does not fit, or an option is wrong.
+    """
+    room = model.context - len(prepared.tokens)
+    if room < (1 if max_tokens != 0 else 0):
+        raise refuse(
+            f"prompt: does not fit; found {len(prepared.tokens)} tokens where the model takes {model.context} with the "
+            "answer; shorten it",
+            code="context_length_exceeded",
+        )
+    temperature, top_p = model.sampling(thinking=prepared.thinking)
+    sampling = Sampling(
+        temperature=temperature if body.temperature is None else body.temperature,
+        top_k=body.top_k or 0,
+        top_p=top_p if body.top_p is None else body.top_p,
+        min_p=body.min_p or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        bias=_bias(model, body.logit_bias or {}),
+    )
+    seed = secrets.randbits(64) if body.seed is None else body.seed
+    return [
+        Request(
+            id=f"{id_}.{number}",
+            tokens=tuple(prepared.tokens),
+            max_tokens=room if max_tokens is None else min(max_tokens, room),
+            sampling=sampling,
+            seed=(seed + number) % 2**64,
+            ignore_ends=body.ignore_eos,
+            structure=prepared.structure,
+            media=prepared.media,
+            borders=prepared.borders,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            **more,
+        )
+        for number in range(body.n or 1)
+    ]
+
+
+def _bias(model: Model, given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    for word in given:
+        if not word.isascii() or not word.isdigit() or len(word) > 10 or int(word) >= model.tokenizer.vocab_size:
+            raise refuse(f"logit_bias: not a token; found `{word[:40]}`; give tokens as numbers", "logit_bias")
+    return tuple((int(word), float(value)) for word, value in given.items())
+
+
+def check_fixed(model: Model, body: Common, *, thinking: bool) -> None:
+    """Refuse sampling options other than the model's own.
+
+    Source: the parameter checks of Moonshot's vendor verifier.
+    """
+    temperature, top_p = model.sampling(thinking=thinking)
+    own = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+        "repetition_penalty": 1,
+        "n": 1,
+        "top_k": 0,
+        "min_p": 0,
+    }
+    for name, value in own.items():
+        found = getattr(body, name)
+        if found is not None and found != value:
+            raise refuse(
+                f"{name}: this server keeps the model's own sampling; found `{found:g}`; leave it out or send {value:g}"
+            )
+    if body.logit_bias:
+        raise refuse("logit_bias: this server keeps the model's own sampling; found a bias; leave it out")

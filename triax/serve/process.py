@@ -1,0 +1,198 @@
+"""The engine's own process: takes requests from a socket, steps the engine, sends its updates.
+
+Run by the API process as `python -m triax.serve.process ADDRESS`; it ends when told to, when a step fails, and when
+the API process is gone.
+"""
+
+import importlib
+import importlib.util
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from triax.config.serve import Serve
+from triax.errors import ConfigError, TriaxError
+from triax.serve import wire
+
+IDLE_MS = 500
+"""Longest sleep: how soon an orphan notices that it is one."""
+
+Report = Callable[[str, float], None]
+"""Takes a stage of loading and its share of the whole."""
+
+
+class Host:
+    """Owns an engine and answers for it on a socket.
+
+    Args:
+        socket: Connected to the API process.
+        engine: Anything with the face of `triax.serve.engine.Engine`.
+    """
+
+    def __init__(self, socket: "zmq.Socket[bytes]", engine: Any) -> None:
+        self.socket, self.engine = socket, engine
+        self.is_stopping = False
+        self._was_busy = False
+        self._parent = os.getppid()
+
+    def run(self) -> None:
+        """Serve until told to stop or orphaned."""
+        while not self.is_stopping and os.getppid() == self._parent:
+            self._take(0 if self.engine.has_work else IDLE_MS)
+            if self.engine.has_work:
+                self._was_busy = True
+                if updates := self.engine.step():
+                    self.send(wire.News(updates))
+            elif self._was_busy:
+                self._was_busy = False
+                self.engine.check_invariants()
+
+    def send(self, message: wire.Up) -> None:
+        """Send one message."""
+        self.socket.send(wire.encode(message))
+
+    def _take(self, wait_ms: int) -> None:
+        """Act on all that has come; wait for the first only."""
+        while self.socket.poll(wait_ms):
+            self._act(wire.decode_down(self.socket.recv()))
+            wait_ms = 0
+
+    def _act(self, message: wire.Down) -> None:
+        match message:
+            case wire.Add(request):
+                try:
+                    self.engine.add(request)
+                except TriaxError as problem:
+                    self.send(wire.Refused(request.id, type(problem).__name__, str(problem)))
+            case wire.Abort(id_):
+                self.engine.abort(id_)
+            case wire.Ask(number, task, arguments):
+                try:
+                    self.send(wire.Answer(number, self._do(task, arguments)))
+                except TriaxError as problem:
+                    self.send(wire.Answer(number, None, type(problem).__name__, str(problem)))
+            case wire.Stop():
+                self.is_stopping = True
+
+    def _do(self, task: wire.Task, arguments: dict[str, str]) -> Any:
+        engine = self.engine
+        if task == "pause":
+            return engine.pause(arguments["mode"])
+        if task == "resume":
+            return engine.resume()
+        if task == "metrics":
+            return engine.metrics()
+        if task == "cache":
+            return engine.cache_report()
+        return {"weight_version": engine.update_weights(weights_from(arguments))}
+
+
+def weights_from(arguments: dict[str, str]) -> Any:
+    """Return what `Engine.update_weights` takes: a folder, or tensors that lie in shared memory.
+
+    Shared memory holds one safetensors file, so names, dtypes and shapes travel with the bytes.
+
+    Raises:
+        ConfigError: There is no such segment, or it holds something else.
+    """
+    if "path" in arguments:
+        return Path(arguments["path"])
+    name = arguments["shared_memory"]
+    segment = Path("/dev/shm") / name
+    if Path(name).name != name or not segment.is_file():
+        raise ConfigError(
+            f"shared_memory: no such segment; found `{name}`; write one safetensors file to /dev/shm and name it"
+        )
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(segment)
+    except Exception as problem:  # the library raises its own kind, without a base
+        raise ConfigError(
+            f"shared_memory `{name}`: not a safetensors file; found {problem}; write it with safetensors"
+        ) from None
+
+
+def facts_of(engine: Any, settings: Serve) -> wire.Facts:
+    """Return what the API process must know about an engine."""
+    model = engine.model.settings
+    context = min(settings.context or model.context_len, getattr(engine, "max_request_tokens", model.context_len))
+    if model.vision is None:
+        return wire.Facts(model.vocab_size, context, engine.weight_version)
+    vision = model.vision
+    return wire.Facts(model.vocab_size, context, engine.weight_version, vision.slot_token, vision.patch, vision.merge)
+
+
+def find(maker: str) -> Callable[[Path, Serve, Report], Any]:
+    """Return the function that `module:name` or `file.py:name` stands for.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    place, _, name = maker.rpartition(":")
+    try:
+        if place.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+        return getattr(module, name)
+    except (ImportError, OSError, AttributeError, ValueError) as problem:
+        raise ConfigError(
+            f"engine `{maker}`: cannot be imported; found {problem}; give module:name or file.py:name"
+        ) from None
+
+
+def main(address: str) -> int:
+    """Connect, load the model, serve. Returns the exit status."""
+    for kind in (signal.SIGINT, signal.SIGTERM):  # the API process decides when to end
+        signal.signal(kind, signal.SIG_IGN)
+    logging.basicConfig(format="engine: %(message)s")
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.LINGER, 2000)
+        socket.connect(address)
+
+        def send(message: wire.Up) -> None:
+            socket.send(wire.encode(message))
+
+        order = wire.decode_down(socket.recv())
+        assert isinstance(order, wire.Open)
+        settings = Serve.model_validate_json(order.settings)
+        try:
+            engine = find(order.maker)(
+                Path(order.source), settings, lambda stage, share: send(wire.Loading(stage, share))
+            )
+        except TriaxError as problem:
+            send(wire.Broken(type(problem).__name__, str(problem)))
+            return 1
+        send(wire.Ready(facts_of(engine, settings)))
+        host = Host(socket, engine)
+        try:
+            host.run()
+        finally:
+            if callable(close := getattr(engine, "close", None)):
+                close()
+    return 0
+
+
+def engine_of(folder: Path, settings: Serve, report: Report) -> Any:
+    """Make the engine of a checkpoint: the default of `Open.maker`."""
+    report("libraries", 0.0)
+    from triax.serve.open import open_engine
+
+    report("weights", 0.1)
+    return open_engine(folder, settings.device)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
