@@ -1,4 +1,4 @@
-"""Which processes of the host belong to a sandbox, where no control group says so: by a label in their variables."""
+"""Which processes of the host belong together: by a label in their variables, or by descent."""
 
 import os
 import signal
@@ -41,6 +41,49 @@ def signal_all(name: str, value: str, number: int) -> int:
                     os.kill(pid, signal.SIGSTOP)
                 os.kill(pid, number)
     return len(reached)
+
+
+def parent_of(pid: int) -> int:
+    """Return the number of a process's parent.
+
+    Raises:
+        OSError: There is no such process.
+    """
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        # the name in brackets may have blanks and brackets of its own
+        return int(file.read().rpartition(b")")[2].split()[1])
+
+
+def descendants(pid: int) -> list[int]:
+    """Return what was started by a process, at any depth, without the process itself."""
+    found: list[int] = []
+    above = [pid]
+    while above:
+        parent = above.pop()
+        with suppress(OSError):
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                with open(f"/proc/{parent}/task/{thread}/children", "rb") as file:
+                    below = [int(word) for word in file.read().split()]
+                found += below
+                above += below
+    return found
+
+
+def end_below(pid: int) -> None:
+    """End everything that a process started, even what starts more meanwhile."""
+    stopped: set[int] = set()
+    # what is stopped starts nothing: once a round finds nobody new, all are known
+    for _ in range(1000):
+        fresh = set(descendants(pid)) - stopped
+        if not fresh:
+            break
+        for one in fresh:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(one, signal.SIGSTOP)
+        stopped |= fresh
+    for one in stopped:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(one, signal.SIGKILL)
 
 
 def _pids() -> Iterator[int]:
