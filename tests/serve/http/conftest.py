@@ -55,7 +55,8 @@ class Served:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30, **options)
 
     def post(self, path: str, tree: object, **options) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=tree, timeout=30, **options)
+        headers = {"content-type": "application/json"} | options.pop("headers", {})
+        return httpx.post(f"{self.url}{path}", content=json.dumps(tree), headers=headers, timeout=30, **options)
 
     def get(self, path: str, **options) -> httpx.Response:
         return httpx.get(f"{self.url}{path}", timeout=30, **options)

@@ -1,0 +1,160 @@
+"""Who may ask, how often and how much, and what an operator sees and steers."""
+
+import json
+import threading
+
+import httpx
+import openai
+import pytest
+
+from triax.serve.http.limits import Rates
+
+from .test_faults import body, figure, until
+
+
+def test_a_bucket_fills_evenly_and_is_never_fuller_than_a_minute():
+    now = 0.0
+    rates = Rates(60.0, lambda: now)
+    assert [rates.take("a") for _ in range(60)] == [0.0] * 60
+    assert rates.take("a") == pytest.approx(1.0)
+    assert rates.take("b") == 0.0
+    now = 1.0
+    assert rates.take("a") == 0.0
+    assert rates.take("a") == pytest.approx(1.0)
+    now = 1000.0
+    assert [rates.take("a") for _ in range(61)][-1] > 0
+
+
+def test_keys_open_the_api_and_only_the_admins_key_the_admin_endpoints(start):
+    server = start('http.api_keys=["one","two"]', 'http.admin_keys=["boss"]', "http.requests_per_minute=5")
+    with pytest.raises(openai.AuthenticationError, match="key is needed"):
+        server.client("wrong").models.list()
+    assert server.client("one").models.list().data[0].id == "m"
+    assert server.get("/health").status_code == 200
+    assert server.get("/v1/models").headers["www-authenticate"] == "Bearer"
+    as_client, as_admin = {"authorization": "Bearer one"}, {"authorization": "Bearer boss"}
+    assert server.post("/admin/resume", {}, headers=as_client).status_code == 401
+    assert server.post("/admin/resume", {}, headers=as_admin).json() == {"status": "running"}
+    for _ in range(4):
+        server.client("one").models.list()
+    with pytest.raises(openai.RateLimitError, match="more than 5 a minute") as problem:
+        server.client("one").models.list()
+    assert 1 <= int(problem.value.response.headers["retry-after"]) <= 12
+    assert server.client("two").models.list().data  # another key has its own rate
+    assert server.get("/health").status_code == 200
+
+
+def test_admin_endpoints_are_closed_without_a_key(server):
+    response = server.post("/admin/pause", {"mode": "abort"})
+    assert (response.status_code, response.json()["error"]["code"]) == (403, "admin_closed")
+
+
+def test_more_than_the_queue_are_told_to_come_again(start, ask):
+    server = start("http.max_queue=2", facts={"max_running": 1})
+    slow = server.script("slow", ask.said("word " * 3000), delay_s=0.01)
+    clients = [threading.Thread(target=server.post, args=("/v1/chat/completions", body(slow, max_tokens=600)))]
+    clients[0].start()
+    until(lambda: figure(server, "triax_engine_running") == 1 and figure(server, "triax_waiting_requests") == 0)
+    for number in (1, 2):
+        clients.append(threading.Thread(target=server.post, args=("/v1/chat/completions", body(slow, max_tokens=5))))
+        clients[-1].start()
+        until(lambda number=number: figure(server, "triax_waiting_requests") == number)
+    response = server.post("/v1/chat/completions", body(slow))
+    assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
+    assert int(response.headers["retry-after"]) >= 1
+    for client in clients:
+        client.join()
+    assert server.post("/v1/chat/completions", body("hi")).status_code == 200
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_large_bodies_are_cut_off(start, chunked):
+    server = start("http.max_body_bytes=10000")
+    data = json.dumps(body("x" * 20_000)).encode()
+    content = (data[at : at + 1000] for at in range(0, len(data), 1000)) if chunked else data
+    headers = {"content-type": "application/json"}
+    try:
+        response = httpx.post(f"{server.url}/v1/chat/completions", content=content, headers=headers)
+        assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
+    except (httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
+        pass  # cut off before all was sent
+    assert server.post("/v1/chat/completions", body("x" * 1000)).status_code == 200
+
+
+def test_pages_of_named_origins_may_ask(start):
+    server = start('http.cors_origins=["https://a.example"]')
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+    allowed = httpx.options(f"{server.url}/v1/chat/completions", headers=asked | {"origin": "https://a.example"})
+    assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+    refused = httpx.options(f"{server.url}/v1/chat/completions", headers=asked | {"origin": "https://b.example"})
+    assert "access-control-allow-origin" not in refused.headers
+
+
+def test_fixed_sampling_refuses_all_other_options(start):
+    server = start("http.has_fixed_sampling=true")
+    for name, value in {
+        "temperature": 0.5,
+        "top_p": 0.8,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "n": 2,
+    }.items():
+        with pytest.raises(openai.BadRequestError, match=f"^Error code: 400.*{name}: this server keeps"):
+            server.client().chat.completions.create(**body("hi", **{name: value}))
+    own = {"temperature": 1.0, "top_p": 0.95, "presence_penalty": 0, "frequency_penalty": 0, "n": 1}
+    assert server.client().chat.completions.create(**body("hi", **own)).choices[0].message.content == "Hello there!"
+
+
+def test_an_operator_pauses_updates_and_resumes(start, ask, tmp_path):
+    server = start('http.admin_keys=["boss"]')
+    boss = {"authorization": "Bearer boss"}
+    slow = server.script("slow", ask.said("word " * 3000), delay_s=0.01)
+    answers = []
+    client = threading.Thread(target=lambda: answers.append(server.post("/v1/chat/completions", body(slow))))
+    client.start()
+    until(lambda: figure(server, "triax_engine_running") == 1)
+    assert server.post("/admin/pause", {"mode": "abort"}, headers=boss).json() == {"status": "paused", "mode": "abort"}
+    client.join(10)
+    choice = answers[0].json()["choices"][0]
+    assert choice["finish_reason"] == "abort"
+    waiting = threading.Thread(target=lambda: answers.append(server.post("/v1/chat/completions", body("hi"))))
+    waiting.start()
+    until(lambda: figure(server, "triax_waiting_requests") == 1)
+    assert server.post("/admin/update_weights", {"path": str(tmp_path)}, headers=boss).json() == {"weight_version": 1}
+    assert server.post("/admin/resume", {}, headers=boss).status_code == 200
+    waiting.join(10)
+    assert answers[1].json()["system_fingerprint"] == "triax-1"
+    assert server.get("/health").json()["weight_version"] == 1
+    for wrong in ({"path": str(tmp_path / "no")}, {"shared_memory": "../no"}, {}, {"path": "a", "shared_memory": "b"}):
+        response = server.post("/admin/update_weights", wrong, headers=boss)
+        assert response.status_code == 400, wrong
+
+
+def test_a_deadline_ends_a_request(start, ask):
+    server = start("http.deadline_s=0.5")
+    slow = server.script("slow", ask.said("word " * 3000), delay_s=0.02)
+    choice = server.post("/v1/chat/completions", body(slow)).json()["choices"][0]
+    assert choice["finish_reason"] == "deadline"
+    assert choice["message"]["content"].startswith("word")
+
+
+def test_figures_are_told_in_the_form_of_prometheus(server, ask):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    before = figure(server, "triax_ttft_seconds_count")
+    ask(ask.said("x"))
+    text = server.get("/metrics").text
+    families = {family.name for family in text_string_to_metric_families(text)}
+    assert {"triax_requests", "triax_tokens", "triax_ttft_seconds", "triax_itl_seconds", "triax_up"} <= families
+    assert figure(server, "triax_ttft_seconds_count") == before + 1
+
+
+def test_an_address_that_is_taken_is_told(server, tmp_path):
+    import subprocess
+    import sys
+
+    port = server.url.rsplit(":", 1)[1]
+    command = [sys.executable, "-m", "triax", "serve", str(server.folder), f"http.port={port}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"cannot listen on 127.0.0.1 port {port}" in done.stderr
