@@ -46,7 +46,9 @@ def compile(source: str, defines: Mapping[str, str | int], architecture: str) ->
         _, length = nvrtc.nvrtcGetProgramLogSize(program)
         log = b" " * length
         nvrtc.nvrtcGetProgramLog(program, log)
-        raise UnsupportedError(f"kernels.nvrtc: the compiler refuses a kernel; found {log.decode(errors='replace')}")
+        raise UnsupportedError(
+            f"kernels.nvrtc: the compiler refuses a kernel; found {log.decode(errors='replace').strip(chr(0))}"
+        )
     _, length = nvrtc.nvrtcGetCUBINSize(program)
     code = b" " * length
     nvrtc.nvrtcGetCUBIN(program, code)

@@ -19,7 +19,8 @@ LARGEST = 128 * 256  # numbers of a state that the registers of a block hold
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "float"}
 MOST_TOKENS = 64
 THREADS = 256
-KINDS = (ctypes.c_void_p,) * 20 + (ctypes.c_longlong,) * 15 + (ctypes.c_int, ctypes.c_float, ctypes.c_float)
+KINDS = (ctypes.c_void_p,) * 20 + (ctypes.c_longlong,) * 15 + (ctypes.c_int,) * 2 + (ctypes.c_float,) * 2
+ALIGNMENT = 16  # bytes that the copy engine moves at least
 
 
 def unsupported(state: Tensor, *streams: Tensor) -> str | None:
@@ -98,10 +99,16 @@ def replay(records: Records, accepted: Int[Tensor, " N"], slots: Slots, slot: In
     _walk(None, None, slots.state, slots.window, slot, None, None, records, accepted)
 
 
-def shared_bytes(channels: int, width: int, tokens: int, pending: int) -> int:
+def shared_bytes(defines: tuple[tuple[str, str | int], ...]) -> int:
     """Return the bytes of shared memory that a block needs: the source's arrays, in its order."""
-    most, groups = max(tokens, pending), THREADS * 4 // width
-    return 4 * (most * (3 * channels + 2 * width) + 2 * (-(-most // 4) * 4) + 4 * groups * width)
+    named: dict[str, Any] = dict(defines)
+    channels, width, tokens, mixes = (named[name] for name in ("K", "V", "TOKENS", "MIXES"))
+    size = {name: 2 if named[name] == "bf16" else 4 for name in "XEW"}
+    most, mixed, groups = max(tokens, named["PENDING"]), 2 * channels + width, THREADS * 4 // width
+    stage = channels * width * size["E"] + tokens * (mixed + channels + mixes * width) * size["X"]
+    stage += mixes * (named["TAPS"] - 1) * mixed * size["W"]
+    vectors = most * (3 * channels + width) + mixes * tokens * width + width + 2 * groups * width + width
+    return stage + 4 * (vectors + 2 * (-(-most // 4) * 4)) + 16
 
 
 def macros(
@@ -150,7 +157,7 @@ def arguments(
     streams: list[Tensor | None] = [None] * 4
     if inputs is not None:
         mixed, decay, beta, gate = inputs
-        mixed, decay, gate = (x if x.stride(-1) == 1 else x.contiguous() for x in (mixed, decay, gate))
+        mixed, decay, gate = (_copyable(x) for x in (mixed, decay, gate))
         streams = [mixed, decay, beta, gate]
         strides = [*mixed.stride()[:2], *decay.stride()[:3], *beta.stride(), *gate.stride()[:3]]
     layer = [None] * 4 if weights is None else [x.detach().float().contiguous() for x in weights[:4]]
@@ -197,16 +204,29 @@ def _walk(
         ),
         state.device.index,
     )  # fmt: skip
-    values = (*(0 if x is None else x.data_ptr() for x in tensors), *strides, *numbers)
+    items = len(slot) * heads
+    values = (*(0 if x is None else x.data_ptr() for x in tensors), *strides, items, *numbers)
     with torch.cuda.device(state.device):
-        nvrtc.launch(function, len(slot) * heads, THREADS, shared, values, KINDS)
+        nvrtc.launch(function, min(items, resident(state.device, shared)), THREADS, shared, values, KINDS)
 
 
 @lru_cache(maxsize=256)
 def _function(defines: tuple[tuple[str, str | int], ...], device: int) -> tuple[Any, int]:
-    named: dict[str, Any] = dict(defines)
-    shared = shared_bytes(named["K"], named["V"], named["TOKENS"], named["PENDING"])
+    shared = shared_bytes(defines)
     return nvrtc.load((SOURCE,), "walk", defines, shared, device), shared
+
+
+def resident(device: torch.device, shared: int) -> int:
+    """Return how many blocks with this much shared memory run at once."""
+    facts = torch.cuda.get_device_properties(device)
+    own = shared + 1024  # which the driver keeps for itself
+    return facts.multi_processor_count * max(1, min(2, facts.shared_memory_per_multiprocessor // own))
+
+
+def _copyable(x: Tensor) -> Tensor:
+    """Return the tensor with rows where the copy engine can read them."""
+    steps = (x.data_ptr(), *(stride * x.itemsize for stride in x.stride()[:-1]))
+    return x if x.stride(-1) == 1 and not any(step % ALIGNMENT for step in steps) else x.contiguous()
 
 
 def _require(state: Tensor, *streams: Tensor) -> None:
