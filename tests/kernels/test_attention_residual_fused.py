@@ -18,6 +18,7 @@ def fused():
 
 
 def place(length, width, num_sources, dtype=torch.float32, device="cpu"):
+    """Sources of different sizes and a query that gives some nearly all the weight."""
     sources = [(torch.randn(length, width) * (1 + j)).to(device, dtype) for j in range(num_sources)]
     return sources, (torch.rand(width) + 0.5).to(device), (torch.randn(width) * 0.3).to(device)
 
@@ -89,17 +90,15 @@ def test_what_has_no_kernel_is_refused_by_name(fused):
 @pytest.mark.kernel
 def test_kernels_compile_for_hopper_without_spills(hopper):
     arrays = {name: "*fp32" for name in ("probe", "weight", "score", "scale", "mass_log", "to_probe")}
-    types = (
-        arrays | {name: "*bf16" for name in ("mixed", "upstream")} | {"T": "i32u", "eps": "fp32", "gain_eps": "fp32"}
-    )
-    sources = ["*bf16"] * 9
-    constants = {"D": 7168, "BD": 8192, "J": 9}
+    types = arrays | {name: "*bf16" for name in ("rows", "mixed", "rest", "to_sources")}
+    types |= {"T": "i32u", "eps": "fp32", "gain_eps": "fp32"}
+    constants = {"D": 7168, "BD": 8192, "J": 9, "STAGES": 4}
     absent = dict.fromkeys(("addend", "total", "gain", "normed", "mass_log"))
     module, options = "triax.kernels.attention_residual.fused", {"num_warps": 8}
     wanted = [
-        {"module": module, "kernel": "forward", "types": types | {"sources": sources},
+        {"module": module, "kernel": "forward", "types": types | {"away": ["i64"] * 9},
          "constants": constants | absent | {"BJ": 16}, "options": options},
-        {"module": module, "kernel": "backward", "types": types | {"sources": sources, "to_sources": sources},
+        {"module": module, "kernel": "backward", "types": types | {"away": ["i64"] * 12},
          "constants": constants, "options": options},
     ]  # fmt: skip
     for compiled in hopper(wanted):

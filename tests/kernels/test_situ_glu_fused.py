@@ -51,7 +51,7 @@ def test_mixed_formats_are_refused_by_name(fused):
 def test_kernels_compile_for_hopper_without_spills(hopper):
     types = {name: "*bf16" for name in ("gate", "up", "value", "upstream", "to_gate", "to_up")}
     types |= {"gate_row": "i32", "up_row": "i32", "R": "i32u", "F": "i32"}
-    constants = {"ROWS": 4, "COLUMNS": 1024, "GATE_CAP": 4.0, "UP_CAP": 25.0}
+    constants = {"ROWS": 4, "COLUMNS": 1024, "GATE_CAP": 4.0, "UP_CAP": 25.0, "FAST": True}
     wanted = [
         {"module": "triax.kernels.situ_glu.fused", "kernel": name, "types": types, "constants": constants,
          "options": {"num_warps": 8}}

@@ -17,6 +17,10 @@ from torch.autograd.function import once_differentiable
 from triax.errors import UnsupportedError
 from triax.kernels.device import launch
 
+# Measured on an H200 at width 7,168: rows on their way while one is summed, and numbers of a row for each warp.
+STAGES, BACKWARD_STAGES = 4, 3
+FORWARD_NUMBERS, ADDING_NUMBERS, BACKWARD_NUMBERS = 2048, 1024, 1024
+PROGRAMS = 2  # a multiprocessor
 WIDEST = 16384
 MOST_SOURCES = 128
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -24,53 +28,79 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @triton.jit
 @no_type_check
-def forward(sources, addend, total, probe, gain, mixed, normed, weight, score, scale, mass_log, T, eps, gain_eps,
-            D: tl.constexpr, BD: tl.constexpr, J: tl.constexpr, BJ: tl.constexpr):  # fmt: skip
+def _add_both(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+@no_type_check
+def _chosen(numbers, j, N: tl.constexpr):
+    """Return number j of a tuple."""
+    found = tl.cast(numbers[0], tl.int64)
+    for k in tl.static_range(1, N):
+        found = tl.where(j == k, tl.cast(numbers[k], tl.int64), found)
+    return tl.multiple_of(found, 8)
+
+
+@triton.jit
+@no_type_check
+def forward(rows, away, addend, total, probe, gain, mixed, rest, normed, weight, score, scale, mass_log, T, eps,
+            gain_eps, D: tl.constexpr, BD: tl.constexpr, J: tl.constexpr, BJ: tl.constexpr,
+            STAGES: tl.constexpr):  # fmt: skip
     """Mix for the probe of the program's second number; every result has an outer axis for it.
 
-    With `addend` the last source is first that sum, written to `total`; with `gain` the result is normalised.
+    The rows of all tokens of a program follow each other in one pipelined loop. Source n lies `away[n]` numbers behind
+    `rows`; source 0 is the newest. With `addend` the newest is first that sum, written to `total`; with `gain` the
+    result is normalised; `rest` is what rounding took from `mixed`.
     """
     column = tl.arange(0, BD)
     inside = column < D
     place = tl.arange(0, BJ)
     vector = tl.load(probe + tl.program_id(1) * D + column, mask=inside, other=0.0)
-    for token in range(tl.program_id(0), T, tl.num_programs(0)):
+    result = tl.zeros((BD,), tl.float32)
+    scores = tl.full((BJ,), float("-inf"), tl.float32)
+    scales = tl.zeros((BJ,), tl.float32)
+    mass, best = 0.0, -1e38
+    count = (T - tl.program_id(0) + tl.num_programs(0) - 1) // tl.num_programs(0) * J
+    for i in tl.range(0, count, num_stages=STAGES):
+        j = i % J
+        token = tl.program_id(0) + i // J * tl.num_programs(0)
         at = tl.cast(token, tl.int64) * D + column
-        outer = tl.cast(tl.program_id(1), tl.int64) * T + token
-        mass = 0.0
-        best = float("-inf")
-        scores = tl.full((BJ,), float("-inf"), tl.float32)
-        scales = tl.zeros((BJ,), tl.float32)
-        result = tl.zeros((BD,), tl.float32)
-        for j in tl.static_range(J):
-            x = tl.load(sources[j] + at, mask=inside, other=0.0).to(tl.float32)
-            if j == J - 1 and addend is not None:
-                grown = (x + tl.load(addend + at, mask=inside, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
-                tl.store(total + at, grown, mask=inside)
-                x = grown.to(tl.float32)
-            unit = tl.rsqrt(tl.sum(x * x) / D + eps)
-            found = tl.sum(x * vector) * unit
-            top = tl.maximum(best, found)
-            shrunk = tl.exp(best - top)
-            share = tl.exp(found - top)
-            mass = mass * shrunk + share
-            result = result * shrunk + share * x
-            best = top
-            scores = tl.where(place == j, found, scores)
-            scales = tl.where(place == j, unit, scales)
-        result = result / mass
-        row = outer * J + place
-        if weight is not None:
-            tl.store(weight + row, tl.exp(scores - best) / mass, mask=place < J)
-        if score is not None:
-            tl.store(score + row, scores, mask=place < J)
-            tl.store(scale + row, scales, mask=place < J)
-        if mass_log is not None:
-            tl.store(mass_log + outer, best + tl.log(mass))
-        if mixed is not None:
-            tl.store(mixed + outer * D + column, result, mask=inside)
-        if gain is not None:
-            _store_normed(normed, gain, result, at, column, inside, gain_eps, D)
+        x = tl.load(rows + _chosen(away, j, J) + at, mask=inside, other=0.0).to(tl.float32)
+        if addend is not None:
+            x += tl.load(addend + at, mask=inside & (j == 0), other=0.0).to(tl.float32)
+            grown = x.to(rows.dtype.element_ty)
+            tl.store(total + at, grown, mask=inside & (j == 0))
+            x = grown.to(tl.float32)
+        square, product = tl.reduce((x * x, x * vector), 0, _add_both)
+        unit = tl.rsqrt(square / D + eps)
+        found = product * unit
+        before = tl.where(j == 0, -1e38, best)
+        best = tl.maximum(before, found)
+        shrunk = tl.where(j == 0, 0.0, tl.exp(before - best))
+        share = tl.exp(found - best)
+        mass = mass * shrunk + share
+        result = result * shrunk + share * x
+        scores = tl.where(place == j, found, scores)
+        scales = tl.where(place == j, unit, scales)
+        if j == J - 1:
+            final = result / mass
+            outer = tl.cast(tl.program_id(1), tl.int64) * T + token
+            row = outer * J + place
+            if weight is not None:
+                tl.store(weight + row, tl.exp(scores - best) / mass, mask=place < J)
+            if score is not None:
+                tl.store(score + row, scores, mask=place < J)
+                tl.store(scale + row, scales, mask=place < J)
+            if mass_log is not None:
+                tl.store(mass_log + outer, best + tl.log(mass))
+            if mixed is not None:
+                rounded = final.to(mixed.dtype.element_ty)
+                tl.store(mixed + outer * D + column, rounded, mask=inside)
+                if rest is not None:
+                    tl.store(rest + outer * D + column, final - rounded.to(tl.float32), mask=inside)
+            if gain is not None:
+                _store_normed(normed, gain, final, at, column, inside, gain_eps, D)
 
 
 @triton.jit
@@ -106,26 +136,39 @@ def merge(partial, mass_log, current, addend, total, probe, gain, normed, T, eps
 
 @triton.jit
 @no_type_check
-def backward(sources, to_sources, upstream, mixed, probe, weight, score, scale, to_probe, T,
-             D: tl.constexpr, BD: tl.constexpr, J: tl.constexpr):  # fmt: skip
-    """Write each source's gradient and, a row a program, a part of the probe's."""
+def backward(rows, away, to_sources, probe, weight, score, scale, to_probe, T,
+             D: tl.constexpr, BD: tl.constexpr, J: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """Write each source's gradient to `to_sources` [J, T, D] and, a row a program, a part of the probe's.
+
+    Rows are the gradient of the result, its value in two parts, then the sources; they follow each other as in
+    `forward`. In two parts, since a source with nearly all the weight is nearly the result: what counts is the
+    difference.
+    """
     column = tl.arange(0, BD)
     inside = column < D
+    each: tl.constexpr = J + 3
     vector = tl.load(probe + column, mask=inside, other=0.0)
     part = tl.zeros((BD,), tl.float32)
-    for token in range(tl.program_id(0), T, tl.num_programs(0)):
+    above = tl.zeros((BD,), tl.float32)
+    mean = 0.0
+    count = (T - tl.program_id(0) + tl.num_programs(0) - 1) // tl.num_programs(0) * each
+    for i in tl.range(0, count, num_stages=STAGES):
+        j = i % each
+        token = tl.program_id(0) + i // each * tl.num_programs(0)
         at = tl.cast(token, tl.int64) * D + column
-        above = tl.load(upstream + at, mask=inside, other=0.0).to(tl.float32)
-        mean = tl.sum(above * tl.load(mixed + at, mask=inside, other=0.0).to(tl.float32))
-        row = tl.cast(token, tl.int64) * J
-        for j in tl.static_range(J):
-            x = tl.load(sources[j] + at, mask=inside, other=0.0).to(tl.float32)
-            share = tl.load(weight + row + j)
-            unit = tl.load(scale + row + j)
-            toward = share * (tl.sum(above * x) - mean) * unit
-            along = -toward * tl.load(score + row + j) * unit / D
+        x = tl.load(rows + _chosen(away, j, each) + at, mask=inside, other=0.0).to(tl.float32)
+        above = tl.where(j == 0, x, above)
+        product = tl.sum(above * x)
+        mean = tl.where(j == 1, product, tl.where(j == 2, mean + product, mean))
+        if j > 2:
+            row = tl.cast(token, tl.int64) * J + j - 3
+            share = tl.load(weight + row)
+            unit = tl.load(scale + row)
+            toward = share * (product - mean) * unit
+            along = -toward * tl.load(score + row) * unit / D
             part += toward * x
-            tl.store(to_sources[j] + at, share * above + toward * vector + along * x, mask=inside)
+            place = to_sources + tl.cast(j - 3, tl.int64) * T * D + at
+            tl.store(place, share * above + toward * vector + along * x, mask=inside)
     tl.store(to_probe + tl.program_id(0) * D + column, part, mask=inside)
 
 
@@ -165,7 +208,7 @@ def mix(
         UnsupportedError: The kernels have no form for these dtypes, this width or so many sources.
     """
     _require(sources)
-    return _Mix.apply(norm.float() * query.float(), eps, *(source.contiguous() for source in sources))
+    return _Mix.apply(norm.float() * query.float(), eps, *_aligned(sources))
 
 
 def add_mix_norm(
@@ -194,11 +237,12 @@ def add_mix_norm(
     _require((*sources, addend))
     length, width = addend.shape
     result = Mixed(addend.new_empty(addend.shape), addend.new_empty(addend.shape))
+    added, *rows = _aligned((addend, *reversed(sources)))
     if length:
         launch(
-            forward, (_programs(length, addend.device), 1), tuple(source.contiguous() for source in sources),
-            addend.contiguous(), result.total, norm.float() * query.float(), gain, None, result.normed, None, None,
-            None, None, length, eps, gain_eps, *_sizes(width, len(sources)), num_warps=_warps(width),
+            forward, (_programs(length, addend.device), 1), rows[0], _away(rows), added, result.total,
+            norm.float() * query.float(), gain, None, None, result.normed, None, None, None, None, length, eps,
+            gain_eps, *_sizes(width, len(sources)), STAGES, num_warps=_warps(width, ADDING_NUMBERS),
         )  # fmt: skip
     return result
 
@@ -227,11 +271,12 @@ def finished(
     result = Finished(
         sources[0].new_empty(places, length, width), sources[0].new_empty(places, length, dtype=torch.float32)
     )
+    rows = _aligned(sources)
     if length and places:
         launch(
-            forward, (_programs(length, sources[0].device), places), tuple(source.contiguous() for source in
-            sources), None, None, norms.float() * queries.float(), None, result.mixed, None, None, None, None,
-            result.mass_log, length, eps, eps, *_sizes(width, len(sources)), num_warps=_warps(width),
+            forward, (_programs(length, rows[0].device), places), rows[0], _away(rows), None, None,
+            norms.float() * queries.float(), None, result.mixed, None, None, None, None, None, result.mass_log, length,
+            eps, eps, *_sizes(width, len(sources)), STAGES, num_warps=_warps(width, FORWARD_NUMBERS),
         )  # fmt: skip
     return result
 
@@ -271,7 +316,7 @@ def add_merge_norm(
             merge, (_programs(length, current.device),), mixed.contiguous(), mass_log, current.contiguous(), None if
             addend is None else addend.contiguous(), None if addend is None else result.total, norm.float() *
             query.float(), gain, result.normed, length, eps, gain_eps, width, _power(width),
-            num_warps=_warps(width),
+            num_warps=_warps(width, FORWARD_NUMBERS),
         )  # fmt: skip
     return result
 
@@ -285,6 +330,18 @@ def _require(sources: Sequence[Tensor]) -> None:
         )
 
 
+def _aligned(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors with rows side by side, each from a multiple of 16 bytes on, as the loads assume."""
+    whole = [x.contiguous() for x in tensors]
+    return [x if x.data_ptr() % 16 == 0 else x.clone() for x in whole]
+
+
+def _away(rows: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return how many numbers each tensor lies behind the first: one pointer and these reach them all."""
+    first = rows[0]
+    return tuple((x.data_ptr() - first.data_ptr()) // first.element_size() for x in rows)
+
+
 def _power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
@@ -293,44 +350,50 @@ def _sizes(width: int, sources: int) -> tuple[int, int, int, int]:
     return width, _power(width), sources, _power(sources)
 
 
-def _warps(width: int) -> int:
-    return min(8, max(1, _power(width) // 512))
+def _warps(width: int, numbers: int) -> int:
+    """Return how many warps share a row, so that a warp has so many of its numbers."""
+    return min(16, max(1, _power(width) // numbers))
 
 
 def _programs(length: int, device: torch.device) -> int:
     """Return how many programs walk over the tokens: a few a multiprocessor, so that each loads its probe once."""
-    many = torch.cuda.get_device_properties(device).multi_processor_count * 4 if device.type == "cuda" else 3
+    many = torch.cuda.get_device_properties(device).multi_processor_count * PROGRAMS if device.type == "cuda" else 3
     return min(length, many)
 
 
 class _Mix(torch.autograd.Function):
-    """Keeps references to the sources and the result, and three scalars a token and source."""
+    """Keeps references to the sources and the result, what rounding took from it, and three scalars a source."""
 
     @staticmethod
     def forward(ctx: Any, probe: Tensor, eps: float, *sources: Tensor) -> tuple[Tensor, Tensor]:
         length, width = sources[0].shape
         mixed = sources[-1].new_empty(length, width)
         weight, score, scale = (probe.new_empty(length, len(sources)) for _ in range(3))
+        rest = mixed.new_empty(mixed.shape) if any(ctx.needs_input_grad) else None
         if length:
+            newest_first = sources[::-1]
             launch(
-                forward, (_programs(length, probe.device), 1), sources, None, None, probe, None, mixed, None,
-                weight, score, scale, None, length, eps, eps, *_sizes(width, len(sources)), num_warps=_warps(width),
+                forward, (_programs(length, probe.device), 1), newest_first[0], _away(newest_first), None, None, probe,
+                None, mixed, rest, None, weight, score, scale, None, length, eps, eps, *_sizes(width, len(sources)),
+                STAGES, num_warps=_warps(width, FORWARD_NUMBERS),
             )  # fmt: skip
-        ctx.save_for_backward(probe, mixed, weight, score, scale, *sources)
+        ctx.save_for_backward(probe, mixed, rest, weight, score, scale, *sources)
+        weight = weight.flip(1)
         ctx.mark_non_differentiable(weight)
         return mixed, weight
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        probe, mixed, weight, score, scale, *sources = ctx.saved_tensors
+        probe, mixed, rest, weight, score, scale, *sources = ctx.saved_tensors
         length, width = mixed.shape
-        found = tuple(source.new_empty(source.shape) for source in sources)
+        found = mixed.new_empty(len(sources), length, width)
+        rows = _aligned((grads[0], mixed, rest, *reversed(sources)))
         programs = _programs(length, probe.device)
         parts = probe.new_empty(programs, width)
         if length:
             launch(
-                backward, (programs,), tuple(sources), found, grads[0].contiguous(), mixed, probe, weight, score,
-                scale, parts, length, width, _power(width), len(sources), num_warps=_warps(width),
+                backward, (programs,), rows[0], _away(rows), found, probe, weight, score, scale, parts, length, width,
+                _power(width), len(sources), BACKWARD_STAGES, num_warps=_warps(width, BACKWARD_NUMBERS),
             )  # fmt: skip
-        return parts.sum(0), None, *found
+        return parts.sum(0), None, *reversed(found.unbind())

@@ -42,14 +42,15 @@ def _plain(x: Float[Tensor, "B R C"], steps: int) -> Float[Tensor, "B R C"]:
 
 
 def _has_kernel(x: Float[Tensor, "B R C"]) -> bool:
-    return x.is_cuda and x.dtype is torch.bfloat16 and x.shape[1] >= SMALLEST and find_spec("triton") is not None
+    is_long = x.shape[1] >= SMALLEST and x.shape[2] % 8 == 0 and x.shape[1] % 8 == 0  # rows of 16-byte units
+    return x.is_cuda and x.dtype is torch.bfloat16 and is_long and find_spec("triton") is not None
 
 
 def _mirrored(x: Float[Tensor, "B R C"]) -> Float[Tensor, "B R R"]:
     from triax.kernels.newton_schulz.symmetric import product
 
     _, b, c = COEFFICIENTS
-    gram = product(x if x.stride(-1) == 1 else x.contiguous())
+    gram = product(x.contiguous())
     return product(gram, c, gram, b)
 
 

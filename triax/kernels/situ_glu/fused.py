@@ -14,26 +14,27 @@ from triax.kernels.device import glu as glu_values
 from triax.kernels.device import glu_gradient, launch
 
 TILE = 4096  # numbers a program works on
+WARPS = 8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
 @no_type_check
 def forward(gate, up, value, gate_row, up_row, R, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-            GATE_CAP: tl.constexpr, UP_CAP: tl.constexpr):  # fmt: skip
+            GATE_CAP: tl.constexpr, UP_CAP: tl.constexpr, FAST: tl.constexpr):  # fmt: skip
     """Write value [R, F], contiguous; gate and up have rows of their own strides."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < R) & (column < F)
     opening = tl.load(gate + row * gate_row + column, mask=inside, other=0.0).to(tl.float32)
     passing = tl.load(up + row * up_row + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(value + row * F + column, glu_values(opening, passing, GATE_CAP, UP_CAP), mask=inside)
+    tl.store(value + row * F + column, glu_values(opening, passing, GATE_CAP, UP_CAP, FAST), mask=inside)
 
 
 @triton.jit
 @no_type_check
 def backward(upstream, gate, up, to_gate, to_up, gate_row, up_row, R, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-             GATE_CAP: tl.constexpr, UP_CAP: tl.constexpr):  # fmt: skip
+             GATE_CAP: tl.constexpr, UP_CAP: tl.constexpr, FAST: tl.constexpr):  # fmt: skip
     """Write both gradients, contiguous."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
@@ -41,7 +42,7 @@ def backward(upstream, gate, up, to_gate, to_up, gate_row, up_row, R, F, ROWS: t
     opening = tl.load(gate + row * gate_row + column, mask=inside, other=0.0).to(tl.float32)
     passing = tl.load(up + row * up_row + column, mask=inside, other=0.0).to(tl.float32)
     above = tl.load(upstream + row * F + column, mask=inside, other=0.0).to(tl.float32)
-    _, of_gate, of_up = glu_gradient(above, opening, passing, GATE_CAP, UP_CAP)
+    _, of_gate, of_up = glu_gradient(above, opening, passing, GATE_CAP, UP_CAP, FAST)
     tl.store(to_gate + row * F + column, of_gate, mask=inside)
     tl.store(to_up + row * F + column, of_up, mask=inside)
 
@@ -81,31 +82,43 @@ def _tiles(rows: int, columns: int) -> tuple[tuple[int, int], int, int]:
     return (-(-rows // tall), -(-columns // wide)), tall, wide
 
 
+def gradient(
+    upstream: Float[Tensor, "*rows F"],
+    gate: Float[Tensor, "*rows F"],
+    up: Float[Tensor, "*rows F"],
+    gate_cap: float | None,
+    up_cap: float | None,
+) -> tuple[Float[Tensor, "*rows F"], Float[Tensor, "*rows F"]]:
+    """Return the gradients of gate and up, in their dtype, for `upstream` on the value."""
+    to_gate, to_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    opening, passing = _rows(gate), _rows(up)
+    grid, tall, wide = _tiles(*opening.shape)
+    launch(
+        backward, grid, upstream.contiguous(), opening, passing, to_gate, to_up, opening.stride(0), passing.stride(0),
+        *opening.shape, tall, wide, gate_cap, up_cap, _is_fast(gate), num_warps=WARPS,
+    )  # fmt: skip
+    return to_gate, to_up
+
+
+def _is_fast(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype is not torch.float32
+
+
 class _Glu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, gate_cap: float | None, up_cap: float | None) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.caps = gate_cap, up_cap
         value = gate.new_empty(gate.shape)
-        if value.numel():
-            opening, passing = _rows(gate), _rows(up)
-            grid, tall, wide = _tiles(*opening.shape)
-            launch(
-                forward, grid, opening, passing, value, opening.stride(0), passing.stride(0), *opening.shape, tall,
-                wide, gate_cap, up_cap, num_warps=8,
-            )  # fmt: skip
+        opening, passing = _rows(gate), _rows(up)
+        grid, tall, wide = _tiles(*opening.shape)
+        launch(
+            forward, grid, opening, passing, value, opening.stride(0), passing.stride(0), *opening.shape, tall, wide,
+            gate_cap, up_cap, _is_fast(gate), num_warps=WARPS,
+        )  # fmt: skip
         return value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None]:
-        gate, up = ctx.saved_tensors
-        to_gate, to_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
-        if gate.numel():
-            opening, passing = _rows(gate), _rows(up)
-            grid, tall, wide = _tiles(*opening.shape)
-            launch(
-                backward, grid, grads[0].contiguous(), opening, passing, to_gate, to_up, opening.stride(0),
-                passing.stride(0), *opening.shape, tall, wide, *ctx.caps, num_warps=8,
-            )  # fmt: skip
-        return to_gate, to_up, None, None
+        return *gradient(grads[0], *ctx.saved_tensors, *ctx.caps), None, None
