@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from fastapi import Request as HttpRequest
 
@@ -185,6 +185,7 @@ class Whole:
                 self.calls[index]["function"]["arguments"] += text
 
 
+@runtime_checkable
 class Cost(Protocol):
     """What a choice has cost so far."""
 

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from triax.data import chat
 from triax.data.chat.parser import Parser
@@ -17,9 +17,6 @@ from triax.serve.http.fault import refuse
 from triax.serve.http.model import Model
 from triax.serve.http.schema import ChatRequest, Common, ImageUrl, Message
 from triax.serve.request import MediaItem, Request, Sampling, Structure
-
-if TYPE_CHECKING:
-    from triax.data.image import Picture  # brings torch, which only a model that sees needs here
 
 MAX_IMAGES = 64
 KWARGS = ("thinking", "enable_thinking", "reasoning_effort")
@@ -198,14 +195,14 @@ def structure_of(
     return Structure("json_schema", json.dumps(options.schema, ensure_ascii=False), after)
 
 
-def read_pictures(model: Model, messages: Sequence[Message]) -> "list[Picture]":
-    """Decode the pictures of a conversation, in order.
+def read_pictures(model: Model, messages: Sequence[Message]) -> list[Any]:
+    """Decode the pictures of a conversation, in order: each a `data.image.Picture`.
 
     Raises:
         Fault: The model does not see, an address is no data URL, or there are too many.
         DataError: One cannot be decoded.
     """
-    pictures: list[Picture] = []
+    pictures: list[Any] = []
     for number, message in enumerate(messages):
         for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if part.type != "image_url":
@@ -216,7 +213,7 @@ def read_pictures(model: Model, messages: Sequence[Message]) -> "list[Picture]":
             if len(pictures) == MAX_IMAGES:
                 raise refuse(f"{where}: too many pictures; found more than {MAX_IMAGES}; send fewer")
             url = part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url
-            from triax.data.image import read_image
+            from triax.data.image import read_image  # brings torch, which only a model that sees needs here
 
             pictures.append(read_image(_bytes_of(url, where), model.images, where))
     return pictures
@@ -233,7 +230,7 @@ def _bytes_of(url: str | None, where: str) -> bytes:
         raise refuse(f"{where}: not base64; found a problem: {problem}; encode the file again") from None
 
 
-def media_of(pictures: "Sequence[Picture]", tokens: list[int], slot: int | None) -> tuple[MediaItem, ...]:
+def media_of(pictures: Sequence[Any], tokens: list[int], slot: int | None) -> tuple[MediaItem, ...]:
     """Return the pictures with their places among the tokens."""
     items: list[MediaItem] = []
     start = 0

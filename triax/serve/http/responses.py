@@ -190,7 +190,7 @@ class Responses(Chat):
             "incomplete_details": {"reason": why} if status == "incomplete" else None,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
-            "output": self.output.items,
+            "output": [] if status == "in_progress" else self.output.items,
             "parallel_tool_calls": True,
             "previous_response_id": None,
             "reasoning": {"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None},

@@ -1,0 +1,48 @@
+"""K2's format behind the same endpoints."""
+
+import json
+
+from .conftest import tool
+
+CALL = (
+    "Looking.<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+    '{"a":"1"}<|tool_call_end|><|tool_calls_section_end|><|im_end|>'
+)
+
+
+def test_content_and_calls(k2_server):
+    name = k2_server.script("k1", CALL)
+    messages = [{"role": "user", "content": name}]
+    options = {"model": "m", "messages": messages, "tools": [tool("f")], "reasoning_effort": "none"}
+    response = k2_server.client().chat.completions.create(**options)
+    message = response.choices[0].message
+    assert (message.content, response.choices[0].finish_reason) == ("Looking.", "tool_calls")
+    assert message.tool_calls[0].id == "functions.f:0"
+    assert json.loads(message.tool_calls[0].function.arguments) == {"a": "1"}
+    assert k2_server.last()["words"].endswith("<|im_assistant|>assistant<|im_middle|>")
+    pieces = ""
+    for chunk in k2_server.client().chat.completions.create(**options, stream=True):
+        for call in chunk.choices[0].delta.tool_calls or ():
+            pieces += call.function.arguments or ""
+    assert pieces == '{"a":"1"}'
+
+
+def test_thinking_is_apart(k2_server):
+    name = k2_server.script("k2", "<think>hm</think>Yes.<|im_end|>")
+    messages = [{"role": "user", "content": name}]
+    message = k2_server.client().chat.completions.create(model="m", messages=messages).choices[0].message
+    assert (message.reasoning_content, message.content) == ("hm", "Yes.")
+
+
+def test_a_form_begins_after_the_thinking(k2_server):
+    form = {"type": "json_object"}
+    messages = [{"role": "user", "content": "x"}]
+    k2_server.client().chat.completions.create(model="m", messages=messages, response_format=form)
+    after = k2_server.last()["after"]
+    assert k2_server.post("/detokenize", {"tokens": after}).json()["text"] == "</think>"
+
+
+def test_added_tools_are_refused(k2_server):
+    messages = [{"role": "system", "tools": [tool("f")]}, {"role": "user", "content": "x"}]
+    response = k2_server.post("/v1/chat/completions", {"model": "m", "messages": messages})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages[0].tools")

@@ -1,0 +1,97 @@
+"""What a client adds up from a stream is what it gets in one piece, whatever a model writes."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triax.config.vision import Images
+from triax.data.chat import xtml_parser
+from triax.data.kimi import KimiTokenizer
+from triax.serve.http.answer import Turn, Whole
+from triax.serve.http.chat import delta_of
+from triax.serve.http.model import Model
+from triax.serve.http.prompt import Prepared
+from triax.serve.request import TokenInfo, Update
+
+from .conftest import TEXT, called, said
+
+ANSWERS = [said("An answer.", "Some thought"), called(("f", {"a": "x", "b": "y ü"}), ("g", {}))]
+MARKER = re.compile(r"(<\|\w+\|>)")
+
+
+@pytest.fixture(scope="module")
+def model():
+    tokenizer = KimiTokenizer.train([TEXT * 40], 300)
+    return Model("m", tokenizer, "k3", Images(), 4096, tokenizer.vocab_size, None)
+
+
+def turn_of(model, stop=()):
+    return Turn(model, Prepared([1], 1, parser=lambda: xtml_parser(model.tokenizer)), stop)
+
+
+def add_up(events, whole):
+    """Add up as a client does; only an answer inside the thinking cannot be taken back from a stream."""
+    message = {"content": "", "reasoning_content": "", "calls": []}
+    for event in events:
+        delta = delta_of(event) or {}
+        message["content"] += delta.get("content", "")
+        message["reasoning_content"] += delta.get("reasoning_content", "")
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                message["calls"].append(call["function"] | {"id": call["id"]})
+            else:
+                message["calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+        whole.add(event)
+    return message
+
+
+@given(data=st.data())
+def test_a_stream_adds_up_to_the_message_whatever_markers_are_missing(model, data):
+    words = data.draw(st.sampled_from(ANSWERS))
+    parts = MARKER.split(words)
+    kept = [part for part in parts if not MARKER.fullmatch(part) or data.draw(st.integers(0, 9)) > 0]
+    tokens = model.tokenizer.encode("".join(kept), allow_control=True)
+    ended = tokens[-1:] == [model.tokenizer.control["<|end_of_msg|>"]]
+    tokens = tokens[:-1] if ended else tokens
+    turn, whole, message = turn_of(model), Whole(), None
+    events = []
+    while tokens:
+        size = data.draw(st.integers(1, 7))
+        events += turn.read(Update("x", "", tuple(TokenInfo(token, -1.0) for token in tokens[:size])))
+        tokens = tokens[size:]
+    events += turn.read(Update("x", finish_reason="stop" if ended else "length"))
+    message = add_up(events, whole)
+    calls = [call["function"] | {"id": call["id"]} for call in whole.calls]
+    assert (message["content"], message["calls"]) == (whole.content, calls)
+    if not any(warning["kind"] == "answer_in_think" for warning in turn.warnings):
+        assert message["reasoning_content"] == whole.reasoning
+    assert turn.reason in ("stop", "tool_calls", "length")
+    assert "<|" not in message["content"]
+
+
+@given(cut=st.lists(st.integers(1, 9), min_size=1), stop=st.sampled_from(["wer", "answer.", "An", "n a", "x"]))
+def test_a_stop_string_is_found_however_the_answer_is_cut(model, cut, stop):
+    tokens = model.tokenizer.encode(said("An answer."), allow_control=True)
+    turn, whole = turn_of(model, [stop]), Whole()
+    at = 0
+    for size in cut * len(tokens):
+        if at >= len(tokens):
+            break
+        for event in turn.read(Update("x", "", tuple(TokenInfo(token, -1.0) for token in tokens[at : at + size]))):
+            whole.add(event)
+        at += size
+    for event in turn.read(Update("x", finish_reason="stop")):
+        whole.add(event)
+    assert whole.content == "An answer.".split(stop)[0]
+    assert turn.reason == "stop"
+
+
+def test_an_answer_inside_the_thinking_becomes_the_content(model):
+    tokens = model.tokenizer.encode("Yes.<|close|>response<|sep|>", allow_control=True)
+    turn, whole = turn_of(model), Whole()
+    events = turn.read(Update("x", "", tuple(TokenInfo(token, -1.0) for token in tokens), finish_reason="stop"))
+    add_up(events, whole)
+    assert (whole.reasoning, whole.content) == ("", "Yes.")
+    assert [warning["kind"] for warning in turn.warnings] == ["answer_in_think"]
