@@ -18,8 +18,8 @@ from triax.errors import UnsupportedError
 from triax.kernels.device import launch
 
 # Measured on an H200 at width 7,168: rows on their way while one is summed, and numbers of a row for each warp.
-STAGES, BACKWARD_STAGES = 4, 3
-FORWARD_NUMBERS, ADDING_NUMBERS, BACKWARD_NUMBERS = 2048, 1024, 1024
+STAGES, ADDING_STAGES, BACKWARD_STAGES = 4, 3, 3
+FORWARD_NUMBERS, BACKWARD_NUMBERS = 2048, 1024
 PROGRAMS = 2  # a multiprocessor
 WIDEST = 16384
 MOST_SOURCES = 128
@@ -70,7 +70,8 @@ def forward(rows, away, addend, total, probe, gain, mixed, rest, normed, weight,
         if addend is not None:
             x += tl.load(addend + at, mask=inside & (j == 0), other=0.0).to(tl.float32)
             grown = x.to(rows.dtype.element_ty)
-            tl.store(total + at, grown, mask=inside & (j == 0))
+            if j == 0:
+                tl.store(total + at, grown, mask=inside)
             x = grown.to(tl.float32)
         square, product = tl.reduce((x * x, x * vector), 0, _add_both)
         unit = tl.rsqrt(square / D + eps)
@@ -242,7 +243,7 @@ def add_mix_norm(
         launch(
             forward, (_programs(length, addend.device), 1), rows[0], _away(rows), added, result.total,
             norm.float() * query.float(), gain, None, None, result.normed, None, None, None, None, length, eps,
-            gain_eps, *_sizes(width, len(sources)), STAGES, num_warps=_warps(width, ADDING_NUMBERS),
+            gain_eps, *_sizes(width, len(sources)), ADDING_STAGES, num_warps=_warps(width, FORWARD_NUMBERS),
         )  # fmt: skip
     return result
 
