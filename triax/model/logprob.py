@@ -19,7 +19,9 @@ def logprobs(logits: Float[Tensor, "T V"]) -> Float[Tensor, "T V"]:
     return logits.double().log_softmax(-1)
 
 
-def exact_logprobs(model: Decoder, tokens: Int[Tensor, " T"], layout: Layout) -> Float[Tensor, " T"]:
+def exact_logprobs(
+    model: Decoder, tokens: Int[Tensor, " T"], layout: Layout, vocab_size: int | None = None
+) -> Float[Tensor, " T"]:
     """Return the natural log-probability of each token after those before it in its sequence; no gradient.
 
     On a CPU these are to the last bit what an engine in deterministic mode reports for the same tokens, however it
@@ -30,6 +32,7 @@ def exact_logprobs(model: Decoder, tokens: Int[Tensor, " T"], layout: Layout) ->
         model: A decoder; text only.
         tokens: Sequences laid end to end.
         layout: Where each begins; a sequence's first token gets 0.
+        vocab_size: Tokens that the tokenizer has, as an engine counts no others; none is all rows of the head.
     """
     weight = model.embed.weight
     parts, first = [], 1
@@ -54,5 +57,7 @@ def exact_logprobs(model: Decoder, tokens: Int[Tensor, " T"], layout: Layout) ->
     ]
     if follows:
         before = torch.tensor(follows, device=weight.device)
-        result[before + 1] = logprobs(logits[before]).gather(-1, tokens[before + 1, None]).squeeze(-1).float()
+        result[before + 1] = (
+            logprobs(logits[before, :vocab_size]).gather(-1, tokens[before + 1, None]).squeeze(-1).float()
+        )
     return result

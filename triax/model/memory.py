@@ -6,8 +6,10 @@ a few of its tokens. A forward works on them where they lie; who owns which is n
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -58,11 +60,7 @@ class Arena:
             window = (count, num_slots + 1, settings.kda.conv_kernel - 1, 3 * heads * dim)
         if settings.mla is not None and mla:
             latent = (mla, num_pages + 1, page_tokens, settings.mla.kv_latent_dim + settings.mla.rope_dim)
-        return cls(
-            torch.zeros(state, device=device, dtype=wide),
-            torch.zeros(window, device=device, dtype=dtype),
-            torch.zeros(latent, device=device, dtype=dtype),
-        )
+        return cls(_zeros(state, device, wide), _zeros(window, device, dtype), _zeros(latent, device, dtype))
 
     @property
     def num_slots(self) -> int:
@@ -83,6 +81,13 @@ class Arena:
     def page_bytes(self) -> int:
         """Bytes of one page."""
         return self.latent[:, :1].numel() * self.latent.itemsize
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    if torch.device(device).type != "cpu" or not prod(shape):
+        return torch.zeros(shape, device=device, dtype=dtype)
+    # memory that the system hands out zeroed, so that what is never used is never touched
+    return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 class Drafts(NamedTuple):

@@ -1,0 +1,291 @@
+"""Answers of a given form: which tokens may come next, from a grammar that starts once thinking has ended.
+
+Control tokens stand in grammars as single characters that no text token can spell, so that a model which must write a
+control token cannot write its name instead.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from triax.data.chat import k2, xtml
+from triax.data.chat.tool import tool_name
+from triax.data.tokenizer import Language
+from triax.errors import ConfigError, TriaxError, UnsupportedError
+from triax.serve.request import Structure
+
+MARKS = (
+    xtml.OPEN, xtml.CLOSE, xtml.SEP, xtml.END, k2.SECTION_BEGIN, k2.SECTION_END, k2.CALL_BEGIN, k2.CALL_ARGUMENTS,
+    k2.CALL_END,
+)  # fmt: skip
+MARK_OF = {name: chr(0xE000 + number) for number, name in enumerate(MARKS)}
+PRIVATE = b"\xee"  # first byte of the characters that marks are; no text token with it is allowed
+OPEN, CLOSE, SEP = (MARK_OF[name] for name in (xtml.OPEN, xtml.CLOSE, xtml.SEP))
+TYPES = ("string", "number", "boolean", "null", "object", "array")
+COMPACT = {"any_whitespace": False, "separators": (",", ":")}
+
+
+class Guide:
+    """What one sequence's grammar permits.
+
+    Args:
+        matcher: Follows the grammar.
+        after: Tokens whose end starts it; none starts it at once.
+        vocab_size: Tokens that a mask covers.
+    """
+
+    def __init__(self, matcher: Any, after: Sequence[int], vocab_size: int) -> None:
+        self._matcher, self._after, self._vocab_size = matcher, tuple(after), vocab_size
+        self._tail: tuple[int, ...] = ()
+        self.has_begun = not after
+        """Whether the form has started."""
+
+    def allowed(self, drafts: Sequence[int] = ()) -> list[Bool[Tensor, " V"] | None]:
+        """Return what may stand in the place of each draft and after the last, as if those before it stayed.
+
+        None permits everything. From the first draft on that the grammar forbids, the masks mean nothing.
+        """
+        masks: list[Tensor | None] = []
+        tail, has_begun, pushed = self._tail, self.has_begun, 0
+        for place in range(len(drafts) + 1):
+            masks.append(self._mask() if has_begun else None)
+            if place == len(drafts):
+                break
+            if has_begun:
+                if self._matcher.is_terminated() or not self._matcher.accept_token(drafts[place]):
+                    masks += masks[-1:] * (len(drafts) - place)
+                    break
+                pushed += 1
+            else:
+                tail = (*tail, drafts[place])[-len(self._after) :]
+                has_begun = tail == self._after
+        if pushed:
+            self._matcher.rollback(pushed)
+        return masks
+
+    def _mask(self) -> Bool[Tensor, " V"] | None:
+        import xgrammar
+
+        if self._matcher.is_terminated():
+            return None
+        packed = xgrammar.allocate_token_bitmask(1, self._vocab_size)
+        self._matcher.fill_next_token_bitmask(packed)
+        bits = (packed[0, :, None] >> torch.arange(32, dtype=torch.int32)) & 1
+        return bits.flatten()[: self._vocab_size].bool()
+
+    def push(self, tokens: Sequence[int]) -> None:
+        """Go on by these tokens.
+
+        Raises:
+            TriaxError: The grammar forbids one.
+        """
+        for token in tokens:
+            if not self.has_begun:
+                self._tail = (*self._tail, token)[-len(self._after) :]
+                self.has_begun = self._tail == self._after
+            elif not self._matcher.is_terminated() and not self._matcher.accept_token(token):
+                raise TriaxError(f"structure: the grammar forbids token `{token}`; found it drawn; report this")
+
+    def restart(self, tokens: Sequence[int]) -> None:
+        """Start again and go on by these tokens."""
+        self._matcher.reset()
+        self._tail, self.has_begun = (), not self._after
+        self.push(tokens)
+
+
+class Guides:
+    """Compiles grammars for one vocabulary; equal ones are compiled once.
+
+    Args:
+        tokenizer: Whose tokens answers are made of.
+    """
+
+    def __init__(self, tokenizer: Language) -> None:
+        self._tokenizer = tokenizer
+        self._control: Mapping[str, int] = getattr(tokenizer, "control", {})
+        self._speaks_xtml = xtml.OPEN in self._control
+        self._compiled: dict[tuple[str, str, bool], Any] = {}
+
+    def guide(self, structure: Structure) -> Guide:
+        """Return a guide for one answer.
+
+        Raises:
+            ConfigError: The structure is no grammar, no schema, or has tools that this model cannot call.
+            UnsupportedError: The grammar library is not installed.
+        """
+        import xgrammar
+
+        is_open = not structure.after
+        key = (structure.kind, structure.text, is_open)
+        if key not in self._compiled:
+            compiler = self._compiler
+            try:
+                self._compiled[key] = compiler.compile_grammar(self._grammar(structure, is_open=is_open))
+            except (RuntimeError, ValueError, TypeError, KeyError, RecursionError) as problem:
+                if isinstance(problem, TriaxError):
+                    raise
+                raise ConfigError(
+                    f"structure: {structure.kind} cannot be held to; found {_first_line(problem)}; correct it or leave "
+                    "it out"
+                ) from None
+            if len(self._compiled) > 256:
+                self._compiled.pop(next(iter(self._compiled)))
+        matcher = xgrammar.GrammarMatcher(self._compiled[key])
+        return Guide(matcher, structure.after, self._tokenizer.vocab_size)
+
+    @cached_property
+    def _compiler(self) -> Any:
+        try:
+            import xgrammar
+        except ImportError:
+            raise UnsupportedError(
+                "structure: answers of a given form need xgrammar; found none; install it with the extra `serve`"
+            ) from None
+        tokenizer = self._tokenizer
+        control = set(self._control.values())
+        marks = {self._control[name]: mark for name, mark in MARK_OF.items() if name in self._control}
+        words: list[bytes] = []
+        for token in range(tokenizer.vocab_size):
+            if token in marks:
+                words.append(marks[token].encode())
+            elif token in control or token in tokenizer.ends or token in tokenizer.unsaid:
+                words.append(b"")  # never part of a form
+            else:
+                word = tokenizer.token_bytes(token)
+                words.append(b"" if PRIVATE in word else word)
+        info = xgrammar.TokenizerInfo(
+            words, xgrammar.VocabType.RAW, vocab_size=len(words), stop_token_ids=sorted(tokenizer.ends)
+        )
+        return xgrammar.GrammarCompiler(info, max_threads=1)
+
+    def _grammar(self, structure: Structure, *, is_open: bool) -> Any:
+        import xgrammar
+
+        grammar = xgrammar.Grammar
+        if structure.kind == "grammar":
+            return grammar.from_ebnf(structure.text)
+        if structure.kind == "tools":
+            tools = json.loads(structure.text)
+            if not tools:
+                raise ConfigError("structure: there is nothing to call; found no tools; declare one")
+            if self._speaks_xtml:
+                return _xtml_calls(tools, is_open=is_open)
+            if k2.CALL_BEGIN in self._control:
+                return _k2_calls(tools)
+            raise ConfigError("structure: this model has no format for tool calls; found none; leave tools out")
+        schema = '{"type": "object"}' if structure.kind == "json_object" else structure.text
+        form = grammar.from_json_schema(schema, **COMPACT)
+        if not self._speaks_xtml:
+            return form
+        end = f"{CLOSE}response{SEP}{CLOSE}message{SEP}"
+        return grammar.concat(form, _words(end))
+
+
+def _words(text: str) -> Any:
+    import xgrammar
+
+    return xgrammar.Grammar.from_ebnf(f"root ::= {json.dumps(text, ensure_ascii=False)}")
+
+
+def _repeated(call: Any, before: str, after: str) -> Any:
+    """Return the grammar of one or more calls between two texts."""
+    import xgrammar
+
+    rules = re.sub(r"(?<![\w\"])root(?![\w\"])", "call", str(call))
+    first, last = (json.dumps(part, ensure_ascii=False) for part in (before, after))
+    return xgrammar.Grammar.from_ebnf(f"root ::= {first} call call* {last}\n{rules}")
+
+
+def _xtml_calls(tools: Sequence[Mapping[str, Any]], *, is_open: bool) -> Any:
+    """Return the grammar of an empty response and the tools section behind it."""
+    import xgrammar
+
+    grammar = xgrammar.Grammar
+    calls = []
+    for tool in tools:
+        schema = tool["function"].get("parameters") or {}
+        required = set(schema.get("required") or ())
+        head = f'{OPEN}call tool="{xtml.escape(tool_name(tool))}" index="'
+        parts = [_words(head), grammar.from_ebnf("root ::= [1-9] [0-9]?"), _words(f'"{SEP}')]
+        for key, value in (schema.get("properties") or {}).items():
+            argument = _xtml_argument(key, value, schema)
+            parts.append(argument if key in required else grammar.union(argument, grammar.from_ebnf('root ::= ""')))
+        parts.append(_words(f"{CLOSE}call{SEP}"))
+        calls.append(grammar.concat(*parts))
+    call = calls[0] if len(calls) == 1 else grammar.union(*calls)
+    opening = "" if is_open else f"{OPEN}response{SEP}"
+    before = f"{opening}{CLOSE}response{SEP}{OPEN}tools{SEP}"
+    return _repeated(call, before, f"{CLOSE}tools{SEP}{CLOSE}message{SEP}")
+
+
+def _xtml_argument(key: str, schema: Any, root: Mapping[str, Any]) -> Any:
+    import xgrammar
+
+    grammar = xgrammar.Grammar
+    forms = []
+    for kind, part in _kinds(schema, root):
+        if kind == "string":
+            choices = part.get("enum") or ([part["const"]] if "const" in part else None)
+            if choices:
+                value = grammar.union(*map(_words, choices)) if len(choices) > 1 else _words(choices[0])
+            else:
+                low, high = part.get("minLength", 0), part.get("maxLength", "")
+                value = grammar.from_ebnf(f"root ::= [^\\uE000-\\uF8FF]{{{low},{high}}}")
+        else:
+            value = grammar.from_json_schema(json.dumps(part), **COMPACT)
+        head = _words(f'{OPEN}argument key="{xtml.escape(key)}" type="{kind}"{SEP}')
+        forms.append(grammar.concat(head, value, _words(f"{CLOSE}argument{SEP}")))
+    return forms[0] if len(forms) == 1 else grammar.union(*forms)
+
+
+def _kinds(schema: Any, root: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the types that a property may have, each with the schema of its values."""
+    shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    if not isinstance(schema, Mapping):
+        schema = {}
+    if isinstance(path := schema.get("$ref"), str) and path.startswith("#/"):
+        found: Any = root
+        for step in path[2:].split("/"):
+            found = found[step]
+        return _kinds(found, root)
+    for word in ("anyOf", "oneOf"):
+        if isinstance(schema.get(word), list):
+            return [kind for part in schema[word] for kind in _kinds(part, root)]
+    values = schema.get("enum") or ([schema["const"]] if "const" in schema else None)
+    if values:
+        groups: dict[str, list[Any]] = {}
+        for value in values:
+            groups.setdefault(xtml.type_name(value), []).append(value)
+        return [(kind, {"enum": group}) for kind, group in groups.items()]
+    kinds = schema.get("type", list(TYPES))
+    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
+    return [("number" if kind == "integer" else kind, {**shared, **schema, "type": kind}) for kind in kinds]
+
+
+def _k2_calls(tools: Sequence[Mapping[str, Any]]) -> Any:
+    import xgrammar
+
+    grammar = xgrammar.Grammar
+    begin, arguments, end = (MARK_OF[name] for name in (k2.CALL_BEGIN, k2.CALL_ARGUMENTS, k2.CALL_END))
+    calls = [
+        grammar.concat(
+            _words(f"{begin}functions.{tool_name(tool)}:"),
+            grammar.from_ebnf("root ::= [0-9]{1,3}"),
+            _words(arguments),
+            grammar.from_json_schema(json.dumps(tool["function"].get("parameters") or {"type": "object"}), **COMPACT),
+            _words(end),
+        )
+        for tool in tools
+    ]
+    call = calls[0] if len(calls) == 1 else grammar.union(*calls)
+    return _repeated(call, MARK_OF[k2.SECTION_BEGIN], MARK_OF[k2.SECTION_END])
+
+
+def _first_line(problem: Exception) -> str:
+    return (str(problem).strip().splitlines() or [type(problem).__name__])[0][:200]
