@@ -16,9 +16,10 @@ from triax.errors import UnsupportedError
 from triax.kernels.kda import reference
 from triax.kernels.kda.chunk import kda_chunk
 from triax.kernels.kda.decode import decode
+from triax.kernels.kda.raw import kda_from_raw
 from triax.kernels.kda.reference import KdaResult
 
-__all__ = ["KdaResult", "SegmentMap", "kda", "segment_map"]
+__all__ = ["KdaResult", "SegmentMap", "kda", "kda_from_raw", "segment_map"]
 
 
 class SegmentMap(NamedTuple):
@@ -80,7 +81,7 @@ def kda(
     """
     starts, states_at = tuple(starts), tuple(states_at)
     _check_shapes(query, key, value, log_decay, beta, state, starts)
-    _check_numbers(starts, states_at, lowest_log_decay, chunk)
+    check_numbers(starts, states_at, lowest_log_decay, chunk)
     if os.environ.get("TRIAX_KERNELS") == "reference":
         return reference.kda(query, key, value, log_decay, beta, state, starts, states_at=states_at)
     if len(query) and starts == tuple(range(len(starts))):
@@ -159,9 +160,10 @@ def _check_shapes(
         )
 
 
-def _check_numbers(
+def check_numbers(
     starts: tuple[int, ...], states_at: tuple[int, ...], lowest_log_decay: float, chunk: int | None
 ) -> None:
+    """Raise ValueError where borders, wanted states, bound or chunk make no sense."""
     if starts[0] != 0 or any(end < first for first, end in pairwise(starts)):
         raise ValueError(f"kernels.kda: `starts` is not a list of borders; found `{starts}`; count up from 0")
     if not all(1 <= p <= starts[-1] for p in states_at):

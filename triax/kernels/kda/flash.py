@@ -14,6 +14,7 @@ from torch import Tensor
 from triax.errors import UnsupportedError
 from triax.kernels.kda.flash_backward import gradients, scan_back
 from triax.kernels.kda.flash_forward import prepare, scan
+from triax.kernels.kda.hopper import passes
 from triax.kernels.kda.reference import KdaResult
 
 CHUNK = 64
@@ -218,6 +219,15 @@ def _prepare(launch: _Launch, table: RunTable, bounded: bool) -> _Prepared:
     return prepared
 
 
+def ends_of(table: RunTable, d_final: Tensor, d_interior: Tensor) -> Tensor:
+    """Return the gradient of the state after each run, by slot."""
+    ends = d_final.new_zeros(table.num_slots, *d_final.shape[1:], dtype=torch.float32)
+    ends[: len(d_final)] = d_final
+    for slot, gradient in zip(table.interior, d_interior, strict=True):
+        ends[slot] += gradient
+    return ends
+
+
 @torch.library.custom_op("triax::kda_flash", mutates_args=())
 def kda_flash(
     query: Tensor,
@@ -233,6 +243,8 @@ def kda_flash(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return what was read, the last states, those wanted, and for the backward pass all chunks' states and writes."""
     table = run_table(tuple(starts), tuple(states_at), query.device)
+    if passes.takes(query, key, value, bounded):
+        return passes.forward(query, key, value, log_decay, beta, state, table, keep)
     # Measured: where it also keeps states, the wide walk is the faster one with few heads too.
     launch = _launch(query, key, value, log_decay, beta, (len(starts) - 1) * key.shape[1], wide=keep)
     values, betas = launch.streams[2], launch.streams[4]
@@ -274,13 +286,14 @@ def kda_flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Prepare the chunks again, walk back with the state's gradient, then everything else at once."""
     table = run_table(tuple(starts), tuple(states_at), query.device)
-    launch = _launch(query, key, value, log_decay, beta, (len(starts) - 1) * key.shape[1], wide=False)
     tokens, heads, channels, width = *key.shape, value.shape[2]
     sequences, chunks = len(starts) - 1, len(table.first)
-    d_ends = d_final.new_zeros(table.num_slots, heads, channels, width, dtype=torch.float32)
-    d_ends[:sequences] = d_final
-    for slot, gradient in zip(table.interior, d_interior, strict=True):
-        d_ends[slot] += gradient
+    d_ends = ends_of(table, d_final, d_interior)
+    if passes.takes(query, key, value, bounded):
+        inputs = (query, key, value, log_decay, beta, states, written)
+        of, d_state = passes.backward(*inputs, d_read, d_ends, table)
+        return of.query, of.key, of.value, of.log_decay.to(log_decay.dtype), of.beta.to(beta.dtype), d_state
+    launch = _launch(query, key, value, log_decay, beta, (len(starts) - 1) * key.shape[1], wide=False)
     d_read = _last_contiguous(d_read.to(states.dtype))
     d_states, d_errors = torch.empty_like(states), torch.empty_like(written)
     d_state = torch.empty_like(d_ends[:sequences])
@@ -305,12 +318,13 @@ def kda_flash_backward(
     return d_query, d_key, d_value, d_decay, of_beta.sum(0).to(beta.dtype), d_state
 
 
-@kda_flash.register_fake
-def _(query, key, value, log_decay, beta, state, starts, states_at, bounded, keep):
+def kda_flash_shapes(
+    key: Tensor, value: Tensor, starts: Sequence[int], states_at: Sequence[int], keep: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return empty tensors of the shapes that the forward pass returns."""
     heads, channels, width = *key.shape[1:], value.shape[2]
     places = [sorted({low, high, *(p for p in states_at if low < p < high)}) for low, high in pairwise(starts)]
     chunks = sum(-(-(b - a) // CHUNK) for p in places for a, b in pairwise(p)) if keep else 0
-    dtype = _product_dtype(query, key, value)
 
     def memories(count: int) -> Tensor:
         return key.new_empty(count, heads, channels, width, dtype=torch.float32)
@@ -322,6 +336,11 @@ def _(query, key, value, log_decay, beta, state, starts, states_at, bounded, kee
         key.new_empty(chunks, heads, width, channels, dtype=dtype),
         key.new_empty(chunks, heads, CHUNK, width, dtype=dtype),
     )
+
+
+@kda_flash.register_fake
+def _(query, key, value, log_decay, beta, state, starts, states_at, bounded, keep):
+    return kda_flash_shapes(key, value, starts, states_at, keep, _product_dtype(query, key, value))
 
 
 @kda_flash_backward.register_fake

@@ -1,0 +1,473 @@
+// All gradients of a chunk and head but the state's: a block for either half of the channels, and of the values.
+//
+// Products are transposed: a thread's numbers are rows g and g + 8 of its warp's 16 channels, tokens 2l and 2l + 1 of
+// every 8, so that sums over channels' tokens stay in a quarter of a warp. Anchors of the decays are those of `prepare`.
+//
+// A pair of tokens adds to the gates at and before one and takes from those at and before the other: in the sum up to a
+// gate almost all of it cancels, so both sides take the very same rounded factors.
+//
+// RAW: as in `prepare`; the gradients are those of what came in, and the two blocks of a head exchange their dot products.
+
+constexpr int STATE = 0, D_STATE = 2 * TILE, WRITTEN = 4 * TILE, ERRORS = 6 * TILE, D_READ = 8 * TILE;
+constexpr int QUERY = 10 * TILE, KEY = 11 * TILE, PAIRS = 12 * TILE, SMALL = 14 * TILE;
+// Once the products with states are done: factors of pairs in their place, sums and results in those of others.
+constexpr int COLUMNS = 0, QUERY_ROWS = TILE, KEY_ROWS = 2 * TILE, SECOND_ROWS = 3 * TILE, SUMS = WRITTEN;
+constexpr int D_QUERY = D_READ, D_KEY = D_READ + TILE, D_GATE = WRITTEN + TILE;
+
+DEVICE float number(float x) { return x; }
+DEVICE float number(bf16 x) { return __uint_as_float((u32)x << 16); }
+DEVICE float sigmoid(float x) { return 1.f / (1.f + power(-1.4426950408889634f * x)); }
+DEVICE void cell_in(u32 to, const bf16* from, bool live) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(live ? 16 : 0) : "memory");
+}
+// Rows of 64 tokens, 64 numbers each, into a tile.
+DEVICE void rows_in(u32 tile, const bf16* from, i64 apart, int rows) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int t = (threadIdx.x >> 3) + 16 * i, piece = threadIdx.x & 7;
+        cell_in(tile + t * 128 + ((piece ^ (t & 7)) << 4), from + (t < rows ? t : 0) * apart + 8 * piece, t < rows);
+    }
+}
+DEVICE u32 of_fragment(u32 tile) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = ((lane >> 4) << 3) + (lane & 7);
+    return tile + t * 128 + (((2 * warp + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
+}
+// Tokens 16 first … of a tile as packed fragments, and back.
+template <int N>
+DEVICE void fragments(u32* x, u32 tile, int first = 0) {
+    u32 at = of_fragment(tile);
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        u32 four[4];
+        load_transposed(four, at + (first + j) * 2048);
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[4 * j + i] = four[i];
+    }
+}
+template <int N>
+DEVICE void put_fragments(u32 tile, const u32* x) {
+    u32 at = of_fragment(tile);
+#pragma unroll
+    for (int j = 0; j < N; j++) store_transposed(at + j * 2048, x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
+}
+// Sums over a warp's channels of numbers [16] of tokens 8 b + 2 l + e; kept by warp and token.
+DEVICE void sum_channels(float* sums, float (&x)[16]) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+#pragma unroll
+        for (int far = 4; far < 32; far *= 2) x[i] += __shfl_xor_sync(~0u, x[i], far);
+    if (lane < 4)
+#pragma unroll
+        for (int b = 0; b < 8; b++)
+            *(float2*)(sums + 64 * warp + 8 * b + 2 * lane) = make_float2(x[2 * b], x[2 * b + 1]);
+}
+DEVICE float of_warps(const float* sums, int t) { return sums[t] + sums[64 + t] + sums[128 + t] + sums[192 + t]; }
+
+extern "C" __global__ void __launch_bounds__(128, 2)
+#if RAW
+    __cluster_dims__(2, 1, 1)
+#endif
+        gradients(const bf16* q, const bf16* k, const bf16* v, const GATE* gates, const BETAS* betas, const float* rates,
+                  const float* biases, float lowest, const float* scales, const bf16* d_read, const int* first,
+                  const int* count, const unsigned char* states, const unsigned char* written,
+                  const unsigned char* d_errors, const unsigned char* d_states, bf16* dq, bf16* dk, bf16* dv, GATE* dg,
+                  float* d_beta, float* d_bias, float* d_rate, int tokens, int heads, i64 q_token, i64 q_head,
+                  i64 k_token, i64 k_head, i64 v_token, i64 v_head, i64 g_token, i64 g_head, i64 b_token, i64 b_head,
+                  i64 d_token, i64 d_head) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    float *beta = (float*)(shared + SMALL), *own = beta + 64, *scale = own + 64;  // [64], [64], [64, query and key]
+    u32 at = shared_address(shared), loaded = at + PAIRS + 64;  // a corner of the pairs that nothing uses
+    int half = blockIdx.x & 1, slot = blockIdx.x >> 1, n = slot / heads, h = slot % heads, rows = count[n];
+    i64 start = first[n];
+    int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, l = lane & 3;
+    int channel = 64 * half + 16 * warp + g;
+    if (thread == 0) {
+        barrier_init(loaded, 1);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        shared_to_async();
+        barrier_expect(loaded, 8 * TILE);
+        copy_in(at + STATE, states + ((i64)slot * 4 + 2 * half) * TILE, 2 * TILE, loaded);
+        copy_in(at + D_STATE, d_states + ((i64)slot * 4 + 2 * half) * TILE, 2 * TILE, loaded);
+        copy_in(at + WRITTEN, written + (i64)slot * 2 * TILE, 2 * TILE, loaded);
+        copy_in(at + ERRORS, d_errors + (i64)slot * 2 * TILE, 2 * TILE, loaded);
+    }
+    rows_in(at + D_READ, d_read + start * d_token + h * d_head, d_token, rows);
+    rows_in(at + D_READ + TILE, d_read + start * d_token + h * d_head + 64, d_token, rows);
+    rows_in(at + QUERY, q + start * q_token + h * q_head + 64 * half, q_token, rows);
+    rows_in(at + KEY, k + start * k_token + h * k_head + 64 * half, k_token, rows);
+    const GATE* gate_at = gates + start * g_token + h * g_head + channel;
+    float x[32], full[2][2];  // log decays since the middle of the tile; of either row's tiles
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+        int t = 8 * (i >> 2) + 2 * l + (i & 1);
+        x[i] = t < rows ? number(gate_at[t * g_token + 4 * (i & 2)]) : 0.f;
+    }
+    if (thread < ROWS) {
+        float b = thread < rows ? number(betas[(start + thread) * b_token + h * b_head]) : 0.f;
+        beta[thread] = RAW && thread < rows ? sigmoid(b) : b;
+        if (RAW) ((float2*)scale)[thread] = ((const float2*)scales)[(i64)slot * ROWS + thread];
+    }
+#if RAW
+    float rate = power(rates[h] * 1.4426950408889634f);
+    float bias[2] = {biases[h * 128 + channel], biases[h * 128 + channel + 8]};
+#pragma unroll
+    for (int i = 0; i < 32; i++)
+        x[i] = 8 * (i >> 2) + 2 * l + (i & 1) < rows ? lowest * sigmoid(rate * (x[i] + bias[(i >> 1) & 1])) : 0.f;
+#endif
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float sum = 0.f;
+#pragma unroll
+        for (int b = 0; b < 8; b++) {
+            float &x0 = x[4 * b + 2 * r], &x1 = x[4 * b + 2 * r + 1];
+            float both = (x0 + x1) * 1.4426950408889634f, upto = both, far;
+            far = __shfl_up_sync(~0u, upto, 1, 4), upto += l >= 1 ? far : 0.f;
+            far = __shfl_up_sync(~0u, upto, 2, 4), upto += l >= 2 ? far : 0.f;
+            x0 = sum + upto - both + x0 * 1.4426950408889634f;
+            x1 = sum + upto;
+            sum += __shfl_sync(~0u, upto, 3, 4);
+            if ((b & 3) == 3) full[r][b >> 2] = sum, sum = 0.f;
+        }
+#pragma unroll
+        for (int b = 0; b < 8; b++)
+            x[4 * b + 2 * r] -= 0.5f * full[r][b >> 2], x[4 * b + 2 * r + 1] -= 0.5f * full[r][b >> 2];
+    }
+    float half_first[2], half_second[2];  // e to half of either tile's decay; together they may be below all numbers
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+        half_first[r] = power(0.5f * full[r][0]), half_second[r] = power(0.5f * full[r][1]);
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    shared_to_async();
+    __syncthreads();
+    barrier_wait(loaded, 0);
+
+    u32 query[16], key[16];
+    fragments<4>(query, at + QUERY);
+    fragments<4>(key, at + KEY);
+    auto query_at = [&](int i) {
+        float2 s = RAW ? make_float2(scale[2 * (8 * (i >> 1) + 2 * l)], scale[2 * (8 * (i >> 1) + 2 * l) + 2])
+                       : make_float2(1.f, 1.f);
+        return make_float2(low(query[i]) * s.x, high(query[i]) * s.y);
+    };
+    auto key_at = [&](int i) {
+        float2 s = RAW ? make_float2(scale[2 * (8 * (i >> 1) + 2 * l) + 1], scale[2 * (8 * (i >> 1) + 2 * l) + 3])
+                       : make_float2(1.f, 1.f);
+        return make_float2(low(key[i]) * s.x, high(key[i]) * s.y);
+    };
+    auto beta_at = [&](int i) { return *(const float2*)(beta + 8 * (i >> 1) + 2 * l); };
+    auto own_at = [&](int i) { return *(const float2*)(own + 8 * (i >> 1) + 2 * l); };
+    {
+        float reads[32], overlaps[32];
+        products_begin();
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            int k16 = (i >> 2) * TILE + (i & 3) * 32;
+            product<0, 0>(reads, describe(at + D_READ + k16), describe(at + WRITTEN + k16), i);
+            product<0, 0>(overlaps, describe(at + ERRORS + k16), describe(at + WRITTEN + k16), i);
+        }
+        products_commit();
+        products_wait<0>();
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            int t = 16 * warp + g + 8 * (i & 1), c = 8 * (i >> 1) + 2 * l;
+            if (t == c) own[t] = reads[2 * i];
+            if (t == c + 1) own[t] = reads[2 * i + 1];
+            if (t < 32 && c >= 32) continue;
+            int to = place(t, c);
+            *(u32*)(shared + PAIRS + to) = pack(t > c ? reads[2 * i] : 0.f, t > c + 1 ? reads[2 * i + 1] : 0.f);
+            *(u32*)(shared + PAIRS + TILE + to) =
+                pack(t > c ? overlaps[2 * i] : 0.f, t > c + 1 ? overlaps[2 * i + 1] : 0.f);
+        }
+    }
+    float of_query[32], of_row[32], hat[32];
+    products_begin();
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        int k16 = (i >> 2) * TILE + (i & 3) * 32;
+        product<1, 0>(of_query, describe(at + STATE + 2048 * i), describe(at + D_READ + k16), i);
+        product<1, 0>(of_row, describe(at + STATE + 2048 * i), describe(at + ERRORS + k16), i);
+        product<1, 0>(hat, describe(at + D_STATE + 2048 * i), describe(at + WRITTEN + k16), i);
+    }
+    products_commit();
+
+    // Meanwhile what needs no product: the values' gradient, beta's share of it, and sums of states with gradients.
+    float of_beta = 0.f;
+    {
+        int t = thread >> 1;
+        float b = beta[t];
+        const bf16* value = v + (start + t) * v_token + h * v_head + 64 * half + 32 * (thread & 1);
+        bf16* to = dv + ((start + t) * heads + h) * 128 + 64 * half + 32 * (thread & 1);
+        if (t < rows)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                uint4 a = *(const uint4*)(value + 8 * i);
+                uint4 e = *(const uint4*)(shared + ERRORS + half * TILE + place(t, 32 * (thread & 1) + 8 * i));
+                of_beta += low(a.x) * low(e.x) + high(a.x) * high(e.x) + low(a.y) * low(e.y) + high(a.y) * high(e.y) +
+                           low(a.z) * low(e.z) + high(a.z) * high(e.z) + low(a.w) * low(e.w) + high(a.w) * high(e.w);
+                *(uint4*)(to + 8 * i) = make_uint4(
+                    pack(b * low(e.x), b * high(e.x)), pack(b * low(e.y), b * high(e.y)),
+                    pack(b * low(e.z), b * high(e.z)), pack(b * low(e.w), b * high(e.w)));
+            }
+        of_beta += __shfl_xor_sync(~0u, of_beta, 1);
+    }
+    float2 both = make_float2(0.f, 0.f);
+#pragma unroll 8
+    for (int i = 0; i < 32; i++) {
+        int from = place(32 * warp + i, 2 * lane);
+        u32 a = *(const u32*)(shared + STATE + from), b = *(const u32*)(shared + D_STATE + from);
+        both.x += low(a) * low(b), both.y += high(a) * high(b);
+    }
+    products_wait<0>();
+    __syncthreads();
+#if RAW
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");  // the other half may write into the sums
+#endif
+
+    float* sums = (float*)(shared + SUMS);  // of states, beta, query and key: [4 warps, 64] each
+    *(float2*)(sums + 64 * warp + 2 * lane) = both;
+    {
+        u32 rows_of[16], second[8];
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            float2 a = key_at(i);
+            rows_of[i] = pack(a.x * power(-x[2 * i]), a.y * power(-x[2 * i + 1]));
+        }
+        put_fragments<4>(at + COLUMNS, rows_of);
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            float2 a = query_at(i);
+            a.x *= power(x[2 * i]), a.y *= power(x[2 * i + 1]);
+            if (i >= 8) {
+                second[i & 7] = pack(a.x, a.y);
+                a.x *= half_second[i & 1], a.y *= half_second[i & 1];
+                a.x *= half_first[i & 1], a.y *= half_first[i & 1];
+            }
+            rows_of[i] = pack(a.x, a.y);
+        }
+        put_fragments<4>(at + QUERY_ROWS, rows_of);
+        put_fragments<2>(at + SECOND_ROWS, second);
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            float2 a = key_at(i), b = beta_at(i);
+            a.x *= -b.x * power(x[2 * i]), a.y *= -b.y * power(x[2 * i + 1]);
+            if (i >= 8) {
+                second[i & 7] = pack(a.x, a.y);
+                a.x *= half_second[i & 1], a.y *= half_second[i & 1];
+                a.x *= half_first[i & 1], a.y *= half_first[i & 1];
+            }
+            rows_of[i] = pack(a.x, a.y);
+        }
+        put_fragments<4>(at + KEY_ROWS, rows_of);
+        put_fragments<2>(at + SECOND_ROWS + TILE / 2, second);
+    }
+    shared_to_async();
+    __syncthreads();
+
+    // What rows t get from columns i of the first tile, and rows of the second tile from columns of the second.
+    auto pairs_of_rows = [&](float (&one)[32], float (&two)[16], u32 pairs) {
+        products_begin();
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            product<1, 0>(one, describe(at + COLUMNS + 2048 * i), describe(pairs + 32 * i), i);
+            product<1, 0>(two, describe(at + COLUMNS + 4096 + 2048 * i), describe(pairs + 4096 + 64 + 32 * i), i);
+        }
+        products_commit();
+        products_wait<0>();
+    };
+    // A row's decay since the anchor of the first tile's columns.
+    auto since_first = [&](int i) {
+        float2 up = make_float2(power(x[2 * i]), power(x[2 * i + 1]));
+        if (i >= 8) {
+            up.x = up.x * half_second[i & 1] * half_first[i & 1];
+            up.y = up.y * half_second[i & 1] * half_first[i & 1];
+        }
+        return up;
+    };
+    float dot[16];
+    {
+        float one[32], two[16];
+        u32 factors[16], second[8], result[16];
+        pairs_of_rows(one, two, at + PAIRS);
+        fragments<4>(factors, at + QUERY_ROWS);
+        fragments<2>(second, at + SECOND_ROWS);
+#pragma unroll
+        for (int i = 0; i < 16; i++) dot[i] = 0.f;
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            float2 a = query_at(i), b = key_at(i), d = own_at(i), up = since_first(i);
+            float s0 = of_query[2 * i] * (up.x * half_first[i & 1]);
+            float s1 = of_query[2 * i + 1] * (up.y * half_first[i & 1]);
+            float p0 = one[2 * i] * up.x, p1 = one[2 * i + 1] * up.y;
+            of_query[2 * i] = a.x * s0 + low(factors[i]) * one[2 * i];
+            of_query[2 * i + 1] = a.y * s1 + high(factors[i]) * one[2 * i + 1];
+            if (i >= 8) {
+                p0 += two[2 * (i & 7)] * power(x[2 * i]), p1 += two[2 * (i & 7) + 1] * power(x[2 * i + 1]);
+                of_query[2 * i] += low(second[i & 7]) * two[2 * (i & 7)];
+                of_query[2 * i + 1] += high(second[i & 7]) * two[2 * (i & 7) + 1];
+            }
+            p0 += s0 + d.x * b.x, p1 += s1 + d.y * b.y;
+            dot[i & ~1] += a.x * p0, dot[i | 1] += a.y * p1;
+            result[i] = pack(p0, p1);
+        }
+        put_fragments<4>(at + D_QUERY, result);
+#if RAW
+        sum_channels(sums + 512, dot);
+#endif
+    }
+    float(&d_decay)[32] = of_query;
+    {
+        float one[32], two[16];
+        u32 factors[16], second[8];
+        pairs_of_rows(one, two, at + PAIRS + TILE);
+        fragments<4>(factors, at + KEY_ROWS);
+        fragments<2>(second, at + SECOND_ROWS + TILE / 2);
+#pragma unroll
+        for (int i = 0; i < 16; i++) dot[i] = 0.f;
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            float2 b = key_at(i), w = beta_at(i), up = since_first(i);
+            float s0 = of_row[2 * i] * (up.x * half_first[i & 1]);
+            float s1 = of_row[2 * i + 1] * (up.y * half_first[i & 1]);
+            float p0 = one[2 * i] * up.x, p1 = one[2 * i + 1] * up.y;
+            d_decay[2 * i] += -w.x * b.x * s0 + low(factors[i]) * one[2 * i];
+            d_decay[2 * i + 1] += -w.y * b.y * s1 + high(factors[i]) * one[2 * i + 1];
+            if (i >= 8) {
+                p0 += two[2 * (i & 7)] * power(x[2 * i]), p1 += two[2 * (i & 7) + 1] * power(x[2 * i + 1]);
+                d_decay[2 * i] += low(second[i & 7]) * two[2 * (i & 7)];
+                d_decay[2 * i + 1] += high(second[i & 7]) * two[2 * (i & 7) + 1];
+            }
+            p0 += s0, p1 += s1;
+            dot[i & ~1] += b.x * p0, dot[i | 1] += b.y * p1;
+            of_row[2 * i] = -w.x * p0, of_row[2 * i + 1] = -w.y * p1;
+        }
+        sum_channels(sums + 256, dot);
+    }
+    float last[2] = {0.f, 0.f};  // what every gate of the chunk gets
+    {
+        float one[16], two[16];
+        u32 factors[16], result[16];
+        products_begin();
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            product<1, 1>(one, describe(at + QUERY_ROWS + 2048 * i), describe(at + PAIRS + 2048 * i), i);
+            product<1, 1>(one, describe(at + KEY_ROWS + 2048 * i), describe(at + PAIRS + TILE + 2048 * i), 1);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            product<1, 1>(two, describe(at + SECOND_ROWS + 2048 * i), describe(at + PAIRS + 4096 + 64 + 2048 * i), i);
+            product<1, 1>(two, describe(at + SECOND_ROWS + TILE / 2 + 2048 * i),
+                          describe(at + PAIRS + TILE + 4096 + 64 + 2048 * i), 1);
+        }
+        products_commit();
+        products_wait<0>();
+        fragments<4>(factors, at + COLUMNS);
+#pragma unroll
+        for (int i = 0; i < 16; i++) dot[i] = 0.f;
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            float2 a = query_at(i), b = key_at(i), d = own_at(i);
+            int r = i & 1;
+            float down0 = power(-x[2 * i]), down1 = power(-x[2 * i + 1]);
+            float far = i >= 8 ? half_second[r] : half_first[r] * half_second[r] * half_second[r];
+            float h0 = hat[2 * i] * (down0 * far), h1 = hat[2 * i + 1] * (down1 * far);
+            float c0 = i >= 8 ? two[2 * (i & 7)] : one[2 * i], c1 = i >= 8 ? two[2 * (i & 7) + 1] : one[2 * i + 1];
+            last[r] += b.x * h0 + b.y * h1;
+            d_decay[2 * i] -= b.x * h0 + low(factors[i]) * c0;
+            d_decay[2 * i + 1] -= b.y * h1 + high(factors[i]) * c1;
+            float p0 = of_row[2 * i] + h0 + c0 * down0 + d.x * a.x, p1 = of_row[2 * i + 1] + h1 + c1 * down1 + d.y * a.y;
+            dot[i & ~1] += b.x * p0, dot[i | 1] += b.y * p1;
+            result[i] = pack(p0, p1);
+        }
+        put_fragments<4>(at + D_KEY, result);
+#if RAW
+        sum_channels(sums + 768, dot);
+#endif
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        last[r] += __shfl_xor_sync(~0u, last[r], 1);
+        last[r] += __shfl_xor_sync(~0u, last[r], 2);
+        float sum = last[r] + power(full[r][0] + full[r][1]) * of_warps(sums, 16 * warp + g + 8 * r);
+#pragma unroll
+        for (int b = 7; b >= 0; b--) {
+            float &x0 = d_decay[4 * b + 2 * r], &x1 = d_decay[4 * b + 2 * r + 1];
+            float pair = x0 + x1, from = pair, far;
+            far = __shfl_down_sync(~0u, from, 1, 4), from += l < 3 ? far : 0.f;
+            far = __shfl_down_sync(~0u, from, 2, 4), from += l < 2 ? far : 0.f;
+            x1 = sum + from - pair + x1;
+            x0 = sum + from;
+            sum += __shfl_sync(~0u, from, 0, 4);
+        }
+    }
+#if RAW
+    float of_bias[2] = {0.f, 0.f}, of_rate = 0.f;
+    u32 result[16];
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+        int t = 8 * (i >> 2) + 2 * l + (i & 1), r = (i >> 1) & 1;
+        float z = t < rows ? number(gate_at[t * g_token + 8 * r]) + bias[r] : 0.f, p = sigmoid(rate * z);
+        float d = t < rows ? d_decay[i] * lowest * p * (1.f - p) * rate : 0.f;
+        of_bias[r] += d, of_rate += d * z;
+        d_decay[i] = d;
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++) result[i] = pack(d_decay[2 * i], d_decay[2 * i + 1]);
+    put_fragments<4>(at + D_GATE, result);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        of_bias[r] += __shfl_xor_sync(~0u, of_bias[r], 1);
+        of_bias[r] += __shfl_xor_sync(~0u, of_bias[r], 2);
+        if (l == 0) d_bias[(i64)slot * 128 + channel + 8 * r] = of_bias[r];
+    }
+#pragma unroll
+    for (int far = 1; far < 32; far *= 2) of_rate += __shfl_xor_sync(~0u, of_rate, far);
+    if (lane == 0) d_rate[(i64)slot * 8 + 4 * half + warp] = of_rate;
+    // The other half's dot products of query and key with their gradients.
+    float* peer = sums + 1024;
+    __syncthreads();
+    {
+        int t = thread & 63;
+        u32 to;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(peer + thread)), "r"(half ^ 1));
+        float mine = of_warps(sums + (thread < 64 ? 512 : 768), t);
+        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(mine) : "memory");
+        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    }
+#else
+    GATE* to = dg + (start * heads + h) * 128 + channel;
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+        int t = 8 * (i >> 2) + 2 * l + (i & 1);
+        if (t < rows) to[(i64)t * heads * 128 + 4 * (i & 2)] = (GATE)d_decay[i];
+    }
+    __syncthreads();
+#endif
+    if ((thread & 1) == 0 && (thread >> 1) < rows)
+        d_beta[((i64)half * tokens + start + (thread >> 1)) * heads + h] = of_beta - of_warps(sums + 256, thread >> 1);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int t = (thread >> 3) + 16 * i, piece = 8 * (thread & 7);
+        if (t >= rows) continue;
+        i64 to = ((start + t) * heads + h) * 128 + 64 * half + piece;
+#pragma unroll
+        for (int which = 0; which < 2; which++) {
+            uint4 d = *(const uint4*)(shared + (which ? D_KEY : D_QUERY) + place(t, piece));
+#if RAW
+            uint4 a = *(const uint4*)(shared + (which ? KEY : QUERY) + place(t, piece));
+            const float* mine = sums + (which ? 768 : 512);
+            float s = scale[2 * t + which];
+            float along = (of_warps(mine, t) + (sums + 1024)[64 * which + t]) * s * (which ? 1.f : 128.f);
+            d.x = pack(s * (low(d.x) - along * low(a.x)), s * (high(d.x) - along * high(a.x)));
+            d.y = pack(s * (low(d.y) - along * low(a.y)), s * (high(d.y) - along * high(a.y)));
+            d.z = pack(s * (low(d.z) - along * low(a.z)), s * (high(d.z) - along * high(a.z)));
+            d.w = pack(s * (low(d.w) - along * low(a.w)), s * (high(d.w) - along * high(a.w)));
+#endif
+            *(uint4*)((which ? dk : dq) + to) = d;
+        }
+#if RAW
+        *(uint4*)(dg + to) = *(const uint4*)(shared + D_GATE + place(t, piece));
+#endif
+    }
+}

@@ -1,0 +1,60 @@
+"""The forward and the backward pass of the flash form on Hopper, from its CUDA C++ kernels."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from triax.kernels.kda.hopper import launch
+from triax.kernels.kda.hopper.compile import available
+from triax.kernels.kda.hopper.launch import CHANNELS, Gradients, Raw
+
+CHUNK = 64
+
+
+def takes(query: Tensor, key: Tensor, value: Tensor, bounded: bool) -> bool:
+    """Say whether these kernels take such inputs: bf16, heads of 128, a gate of at least -5, on Hopper."""
+    streams = (query, key, value)
+    return (
+        bounded
+        and all(x.dtype == torch.bfloat16 and x.shape[-1] == CHANNELS for x in streams)
+        and available(query.device)
+    )
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None, table: Any,
+    keep: bool, raw: Raw | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return what was read, the last states, those wanted, and for the backward pass all chunks' states and writes."""
+    sequences, heads, chunks = len(table.runs) - 1, key.shape[1], len(table.first)
+    log_decay, beta = _gate(log_decay), _gate(beta)
+    state = None if state is None else state.float().contiguous()
+    read = value.new_empty(value.shape)
+    ends = value.new_empty(table.num_slots, heads, CHANNELS, CHANNELS, dtype=torch.float32)
+    states = value.new_empty(chunks if keep else 0, heads, CHANNELS, CHANNELS)
+    written = value.new_empty(chunks if keep else 0, heads, CHUNK, CHANNELS)
+    records = launch.prepare(query, key, log_decay, beta, table, raw)
+    launch.scan(value, state, table, records, ends, read, *((states, written) if keep else (None, None)))
+    final = ends[:sequences].clone() if table.num_slots > sequences else ends
+    return read, final, ends[list(table.interior)], states, written
+
+
+def backward(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, written: Tensor,
+    d_read: Tensor, d_ends: Tensor, table: Any, raw: Raw | None = None,
+) -> tuple[Gradients, Tensor]:  # fmt: skip
+    """Prepare the chunks again, walk back with the state's gradient, then everything else at once."""
+    log_decay, beta, d_read = _gate(log_decay), _gate(beta), d_read.to(torch.bfloat16)
+    scales = None if raw is None else d_ends.new_empty(len(table.first) * key.shape[1], CHUNK, 2)
+    d_states, d_errors = torch.empty_like(states), torch.empty_like(written)
+    d_state = torch.empty_like(d_ends[: len(table.runs) - 1])
+    records = launch.prepare(query, key, log_decay, beta, table, raw, scales)
+    launch.scan_back(d_read, d_ends, table, records, d_states, d_errors, d_state)
+    del records
+    inputs = (query, key, value, log_decay, beta, d_read)
+    return launch.gradients(*inputs, table, states, written, d_states, d_errors, raw, scales), d_state
+
+
+def _gate(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.bfloat16 else x.float()

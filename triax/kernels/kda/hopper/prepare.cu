@@ -1,0 +1,286 @@
+// Everything of a chunk and head that does not depend on the state: one block each.
+//
+// With x the log decay (base 2) summed inside a tile of 32 rows and counted from the tile's middle, e^x and e^-x stay in
+// bf16's range while no step is below -5.4. Columns are anchored in the middle of their own tile; rows of the second
+// tile have two anchors, one for the columns of either tile.
+//
+// RAW: query and key get their norms here, the log decay is lowest * sigmoid(e^rate (gate + bias)), beta a sigmoid.
+
+DEVICE float number(float x) { return x; }
+DEVICE float number(bf16 x) { return __uint_as_float((u32)x << 16); }
+DEVICE void load4(float (&x)[4], const float* from) {
+    float4 four = *(const float4*)from;
+    x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+}
+DEVICE void load4(float (&x)[4], const bf16* from) {
+    uint2 four = *(const uint2*)from;
+    x[0] = low(four.x), x[1] = high(four.x), x[2] = low(four.y), x[3] = high(four.y);
+}
+DEVICE void store4(void* to, float a, float b, float c, float d) { *(uint2*)to = make_uint2(pack(a, b), pack(c, d)); }
+DEVICE float sigmoid(float x) { return 1.f / (1.f + power(-1.4426950408889634f * x)); }
+DEVICE u32 tf32(float x) {
+    u32 y;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+    return y;
+}
+constexpr int WIDTH = 72;  // numbers between rows of fp32 squares, free of bank conflicts
+
+// c[16, 8] += a[16, K] b[K, 8], both fp32 with rounded factors.
+template <int K>
+DEVICE void small_product(float (&c)[4], const float* a, int a_width, const float* b, int b_width) {
+    int g = (threadIdx.x & 31) >> 2, l = threadIdx.x & 3;
+#pragma unroll
+    for (int s = 0; s < K; s += 8) {
+        u32 a0 = tf32(a[g * a_width + s + l]), a1 = tf32(a[(g + 8) * a_width + s + l]);
+        u32 a2 = tf32(a[g * a_width + s + l + 4]), a3 = tf32(a[(g + 8) * a_width + s + l + 4]);
+        u32 b0 = tf32(b[(s + l) * b_width + g]), b1 = tf32(b[(s + l + 4) * b_width + g]);
+        asm volatile(
+            "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    }
+}
+DEVICE void put(float* to, int width, const float (&c)[4], float sign) {
+    int g = (threadIdx.x & 31) >> 2, l = threadIdx.x & 3;
+    *(float2*)(to + g * width + 2 * l) = make_float2(sign * c[0], sign * c[1]);
+    *(float2*)(to + (g + 8) * width + 2 * l) = make_float2(sign * c[2], sign * c[3]);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 3)
+    prepare(const bf16* q, const bf16* k, const GATE* gates, const BETAS* betas, const float* rates, const float* biases,
+            float lowest, const int* first, const int* count, unsigned char* records, float* scales, int heads,
+            i64 q_token, i64 q_head,
+            i64 k_token, i64 k_head, i64 g_token, i64 g_head, i64 b_token, i64 b_head) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    unsigned char *query_rows = shared, *second_rows = shared + 4 * TILE, *key_columns = shared + 6 * TILE;
+    float* sums = (float*)(shared + 8 * TILE);  // [8 warps, 128]
+    float* beta = sums + 8 * 128;               // [64]
+    int n = blockIdx.x / heads, h = blockIdx.x % heads, start = first[n], rows = count[n];
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, c = 4 * lane;
+    unsigned char* record = records + (i64)blockIdx.x * RECORD;
+    if (threadIdx.x < ROWS) {
+        float b = 0.f;
+        if (threadIdx.x < rows) {
+            b = number(betas[(i64)(start + threadIdx.x) * b_token + h * b_head]);
+            if (RAW) b = sigmoid(b);
+        }
+        beta[threadIdx.x] = b;
+        ((float*)(record + BETA))[threadIdx.x] = b;
+    }
+
+    float gate[8][4];
+    uint2 query[8], key[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        int r = 8 * warp + i;
+        i64 t = start + r;
+        query[i] = key[i] = make_uint2(0, 0);
+        gate[i][0] = gate[i][1] = gate[i][2] = gate[i][3] = 0.f;
+        if (r < rows) {
+            load4(gate[i], gates + t * g_token + h * g_head + c);
+            key[i] = *(const uint2*)(k + t * k_token + h * k_head + c);
+            query[i] = *(const uint2*)(q + t * q_token + h * q_head + c);
+        }
+    }
+    float query_scale[8], key_scale[8];
+#if RAW
+    float rate = power(rates[h] * 1.4426950408889634f), bias[4];
+    load4(bias, biases + h * 128 + c);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        float a = low(query[i].x) * low(query[i].x) + high(query[i].x) * high(query[i].x) +
+                  low(query[i].y) * low(query[i].y) + high(query[i].y) * high(query[i].y);
+        float b = low(key[i].x) * low(key[i].x) + high(key[i].x) * high(key[i].x) + low(key[i].y) * low(key[i].y) +
+                  high(key[i].y) * high(key[i].y);
+#pragma unroll
+        for (int far = 16; far; far >>= 1) {
+            a += __shfl_xor_sync(~0u, a, far);
+            b += __shfl_xor_sync(~0u, b, far);
+        }
+        query_scale[i] = rsqrtf(a + 1e-6f) * 0.08838834764831845f;
+        key_scale[i] = rsqrtf(b + 1e-6f);
+        if (scales && lane == 0)
+            ((float2*)scales)[(i64)blockIdx.x * ROWS + 8 * warp + i] = make_float2(query_scale[i], key_scale[i]);
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            gate[i][e] = 8 * warp + i < rows ? lowest * sigmoid(rate * (gate[i][e] + bias[e])) : 0.f;
+    }
+#endif
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            gate[i][e] = gate[i][e] * 1.4426950408889634f + (i ? gate[i - 1][e] : 0.f);
+    *(float4*)(sums + warp * 128 + c) = make_float4(gate[7][0], gate[7][1], gate[7][2], gate[7][3]);
+    __syncthreads();
+    bool in_second = warp >= 4;
+    float before[4], first_half[4], second_half[4];
+    {
+        float all[2][4] = {};
+#pragma unroll
+        for (int e = 0; e < 4; e++) before[e] = 0.f;
+#pragma unroll
+        for (int w = 0; w < 8; w++) {
+            float part[4];
+            load4(part, sums + w * 128 + c);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                if (w < warp && (w >= 4) == in_second) before[e] += part[e];
+                all[w >> 2][e] += part[e];
+            }
+        }
+        float decay[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            before[e] -= 0.5f * all[in_second][e];
+            first_half[e] = power(0.5f * all[0][e]);
+            second_half[e] = power(0.5f * all[1][e]);
+            decay[e] = power(all[0][e] + all[1][e]);
+        }
+        if (warp == 0) *(float4*)(record + DECAY + 4 * c) = make_float4(decay[0], decay[1], decay[2], decay[3]);
+    }
+    int half = (lane >> 4) * TILE;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        int r = 8 * warp + i, at = half + place(r, c & 63);
+        float b = beta[r];
+        float x[4], y[4], z[4], q0[4], k0[4];
+        q0[0] = low(query[i].x), q0[1] = high(query[i].x), q0[2] = low(query[i].y), q0[3] = high(query[i].y);
+        k0[0] = low(key[i].x), k0[1] = high(key[i].x), k0[2] = low(key[i].y), k0[3] = high(key[i].y);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            float sum = gate[i][e] + before[e], up = power(sum), down = power(-sum);
+            if (RAW) q0[e] *= query_scale[i], k0[e] *= key_scale[i];
+            x[e] = q0[e] * up;
+            y[e] = k0[e] * up;
+            z[e] = k0[e] * down;
+        }
+        store4(key_columns + at, z[0], z[1], z[2], z[3]);
+        if (in_second) {
+            int own = half + place(r - 32, c & 63);
+            store4(second_rows + own, x[0], x[1], x[2], x[3]);
+            store4(second_rows + own + 32 * 128, y[0], y[1], y[2], y[3]);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                x[e] = x[e] * second_half[e] * first_half[e];
+                y[e] = y[e] * second_half[e] * first_half[e];
+                z[e] *= second_half[e];
+            }
+        } else {
+#pragma unroll
+            for (int e = 0; e < 4; e++) z[e] = z[e] * first_half[e] * second_half[e] * second_half[e];
+        }
+        store4(query_rows + at, x[0], x[1], x[2], x[3]);
+        store4(query_rows + 2 * TILE + at, y[0], y[1], y[2], y[3]);
+#pragma unroll
+        for (int e = 0; e < 4; e++) x[e] *= first_half[e], y[e] *= b * first_half[e];
+        store4(record + KEYS + at, y[0], y[1], y[2], y[3]);
+        store4(record + QUERIES + at, x[0], x[1], x[2], x[3]);
+        store4(record + WRITES + at, z[0], z[1], z[2], z[3]);
+    }
+    shared_to_async();
+    __syncthreads();
+
+    // The first four warps multiply queries, the others keys, both with the first tile's columns; each half of the second
+    // tile's columns with the second tile's rows of both.
+    int group = warp >> 2, row = 16 * (warp & 3) + (lane >> 2), column = 2 * (lane & 3);
+    float wide[16], narrow[8];
+    u32 rows_at = shared_address(query_rows) + group * 2 * TILE, columns_at = shared_address(key_columns);
+    u32 second_at = shared_address(second_rows), second_columns_at = columns_at + (32 + 16 * group) * 128;
+    products_begin();
+#pragma unroll
+    for (int s = 0; s < 8; s++) {
+        int at = (s >> 2) * TILE + (s & 3) * 32;
+        product<0, 0>(wide, describe(rows_at + at), describe(columns_at + at), s);
+        product<0, 0>(narrow, describe(second_at + at), describe(second_columns_at + at), s);
+    }
+    products_commit();
+    products_wait<0>();
+    __syncthreads();
+
+    float* lower = (float*)shared;           // A, [64, WIDTH]
+    float* inverse = lower + 64 * WIDTH;     // (I + A)^-1
+    float* between = inverse + 64 * WIDTH;   // [32, 40]
+    unsigned char* reads = shared + 6 * TILE;
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e += 2) {
+            int t = row + 4 * e, i = 8 * j + column;
+            float a = wide[4 * j + e], b = wide[4 * j + e + 1];
+            if (group == 0)
+                *(u32*)(reads + place(t, i)) = pack(t >= i ? a : 0.f, t >= i + 1 ? b : 0.f);
+            else
+                *(float2*)(lower + t * WIDTH + i) =
+                    make_float2(t > i ? beta[t] * a : 0.f, t > i + 1 ? beta[t] * b : 0.f);
+        }
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e += 2) {
+            int t = 32 + (row & 31) + 4 * e, i = 32 + 16 * group + 8 * j + column;
+            float a = narrow[4 * j + e], b = narrow[4 * j + e + 1];
+            if (row < 32)
+                *(u32*)(reads + place(t, i)) = pack(t >= i ? a : 0.f, t >= i + 1 ? b : 0.f);
+            else
+                *(float2*)(lower + t * WIDTH + i) =
+                    make_float2(t > i ? beta[t] * a : 0.f, t > i + 1 ? beta[t] * b : 0.f);
+        }
+    if (threadIdx.x < 128) *(uint4*)(reads + place(threadIdx.x >> 2, 32 + 8 * (threadIdx.x & 3))) = make_uint4(0, 0, 0, 0);
+    __syncthreads();
+
+    if (threadIdx.x < ROWS) {
+        // Blocks of 16 by substitution in fp32: for near-equal keys, powers of A would grow and cancel.
+        int block = threadIdx.x >> 4, j = threadIdx.x & 15;
+        const float* a = lower + 16 * block * (WIDTH + 1);
+        float x[16];
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            x[i] = i == j ? 1.f : 0.f;
+#pragma unroll
+            for (int m = 0; m < 16; m++)
+                if (m < i) x[i] -= a[i * WIDTH + m] * x[m];
+        }
+#pragma unroll
+        for (int i = 0; i < 16; i++) inverse[16 * block * (WIDTH + 1) + i * WIDTH + j] = x[i];
+    } else {
+        for (int p = threadIdx.x - ROWS; p < 512; p += 192) {
+            *(uint4*)(record + READS + 16 * p) = *(const uint4*)(reads + 16 * p);
+            int pair = p >> 8, i = (p >> 4) & 15, j = p & 15;
+            inverse[(32 * pair + i) * WIDTH + 32 * pair + 16 + j] = 0.f;
+        }
+    }
+    __syncthreads();
+    if (warp < 4) {
+        // Two blocks of 16 to one of 32: X21 = -X22 (A21 X11), half of the columns a warp.
+        int corner = 32 * (warp >> 1) * (WIDTH + 1), j = 8 * (warp & 1);
+        float x[4] = {}, y[4] = {};
+        small_product<16>(x, lower + corner + 16 * WIDTH, WIDTH, inverse + corner + j, WIDTH);
+        put(between + warp * 16 * 8, 8, x, 1.f);
+        __syncwarp();
+        small_product<16>(y, inverse + corner + 16 * (WIDTH + 1), WIDTH, between + warp * 16 * 8, 8);
+        put(inverse + corner + 16 * WIDTH + j, WIDTH, y, -1.f);
+    }
+    __syncthreads();
+    {
+        int i = 16 * (warp >> 2), j = 8 * (warp & 3);
+        float x[4] = {}, y[4] = {};
+        small_product<32>(x, lower + (32 + i) * WIDTH, WIDTH, inverse + j, WIDTH);
+        put(between + i * 40 + j, 40, x, 1.f);
+        __syncthreads();
+        small_product<32>(y, inverse + (32 + i) * WIDTH + 32, WIDTH, between + j, 40);
+        put(inverse + (32 + i) * WIDTH + j, WIDTH, y, -1.f);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int p = threadIdx.x; p < 512; p += 256) {
+        int t = p >> 3, i = 8 * (p & 7);
+        float x[8];
+#pragma unroll
+        for (int e = 0; e < 8; e++) x[e] = inverse[t * WIDTH + i + e];
+#pragma unroll
+        for (int e = 0; e < 8; e++) x[e] = i + e <= t ? x[e] : 0.f;
+        *(uint4*)(record + INVERSE + place(t, i)) =
+            make_uint4(pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
+    }
+}

@@ -1,0 +1,190 @@
+"""KDA from what the projections and convolutions of a layer give: norms, gate and beta are applied on the way.
+
+On Hopper the kernels apply them in registers, forward and backward, so that nothing activated is ever stored.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from triax.kernels.kda.reference import KdaResult, state_dtype
+from triax.kernels.kda.slots import UNIT_EPS
+
+
+def activate(
+    query: Float[Tensor, "T H K"],
+    key: Float[Tensor, "T H K"],
+    gate: Float[Tensor, "T H K"],
+    beta: Float[Tensor, "T H"],
+    rates: Float[Tensor, " H"],
+    biases: Float[Tensor, "H K"],
+    lowest_log_decay: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return unit queries times K^-1/2, unit keys, log decay and beta, as `kda` wants them; the latter two in fp32.
+
+    log_decay = lowest_log_decay * sigmoid(e^rates (gate + biases))
+
+    Source: K3 report (arXiv 2607.24653) section 2.1.1.
+    """
+    dtype = state_dtype(query, key, gate, beta, rates, biases)
+    z = rates.to(dtype).exp()[:, None] * (gate.to(dtype) + biases.to(dtype))
+    return (
+        _unit(query, query.shape[-1] ** -0.5),
+        _unit(key, 1.0),
+        lowest_log_decay * z.sigmoid(),
+        beta.to(dtype).sigmoid(),
+    )
+
+
+def _unit(x: Tensor, scale: float) -> Tensor:
+    wide = x.to(state_dtype(x))
+    return (wide * ((wide.square().sum(-1, keepdim=True) + UNIT_EPS).rsqrt() * scale)).to(x.dtype)
+
+
+def kda_from_raw(
+    query: Float[Tensor, "T H K"],
+    key: Float[Tensor, "T H K"],
+    value: Float[Tensor, "T H V"],
+    gate: Float[Tensor, "T H K"],
+    beta: Float[Tensor, "T H"],
+    rates: Float[Tensor, " H"],
+    biases: Float[Tensor, "H K"],
+    state: Float[Tensor, "N H K V"] | None,
+    starts: Sequence[int],
+    *,
+    lowest_log_decay: float,
+    states_at: Sequence[int] = (),
+) -> KdaResult:
+    """Compute `kda` of what `activate` makes of these inputs; gradients reach every tensor given.
+
+    Args:
+        query: Where to read, of any length.
+        key: Where to write, of any length.
+        value: What the memory should hold at `key`.
+        gate: What the decay is computed from, before its bias.
+        beta: Logit of the share of the error to write.
+        rates: Log of the gate's slope, one a head.
+        biases: Added to `gate`.
+        state: Memory of each sequence before its first token; none is empty memory.
+        starts: First token of each sequence, in order, and the number of tokens at the end.
+        lowest_log_decay: The gate's lower bound, negative and finite.
+        states_at: As in `kda`.
+
+    Returns:
+        What each token read, the memory after each sequence, and the memories asked for.
+
+    Raises:
+        UnsupportedError: As `kda`.
+        ValueError: As `kda`.
+    """
+    from triax.kernels import kda as operation
+
+    if query.is_cuda and len(query) and os.environ.get("TRIAX_KERNELS") != "reference":
+        from triax.kernels.kda.flash import LOWEST_ANCHORED
+        from triax.kernels.kda.hopper import passes
+
+        bounded = LOWEST_ANCHORED <= lowest_log_decay < 0
+        same_heads = query.shape == key.shape == gate.shape and value.shape[:2] == key.shape[:2] == beta.shape
+        if same_heads and passes.takes(query, key, value, bounded):
+            operation.check_numbers(tuple(starts), tuple(states_at), lowest_log_decay, None)
+            inputs = (query, key, value, gate, beta, rates, biases, state)
+            keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+            read, final, interior, *_ = kda_raw(*inputs, list(starts), list(states_at), lowest_log_decay, keep)
+            return KdaResult(read, final, interior)
+    query, key, log_decay, beta = activate(query, key, gate, beta, rates, biases, lowest_log_decay)
+    return operation.kda(
+        query, key, value, log_decay, beta, state, starts, lowest_log_decay=lowest_log_decay, states_at=states_at
+    )
+
+
+@torch.library.custom_op("triax::kda_raw", mutates_args=())
+def kda_raw(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor,
+    beta: Tensor,
+    rates: Tensor,
+    biases: Tensor,
+    state: Tensor | None,
+    starts: Sequence[int],
+    states_at: Sequence[int],
+    lowest: float,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return what was read, the last states, those wanted, and for the backward pass all chunks' states and writes."""
+    from triax.kernels.kda.flash import run_table
+    from triax.kernels.kda.hopper import passes
+    from triax.kernels.kda.hopper.launch import Raw
+
+    table = run_table(tuple(starts), tuple(states_at), query.device)
+    raw = Raw(rates.float().contiguous(), biases.float().contiguous(), lowest)
+    return passes.forward(query, key, value, gate, beta, state, table, keep, raw)
+
+
+@torch.library.custom_op("triax::kda_raw_backward", mutates_args=())
+def kda_raw_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor,
+    beta: Tensor,
+    rates: Tensor,
+    biases: Tensor,
+    states: Tensor,
+    written: Tensor,
+    d_read: Tensor,
+    d_final: Tensor,
+    d_interior: Tensor,
+    starts: Sequence[int],
+    states_at: Sequence[int],
+    lowest: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of the seven raw inputs and of the first states."""
+    from triax.kernels.kda.flash import ends_of, run_table
+    from triax.kernels.kda.hopper import passes
+    from triax.kernels.kda.hopper.launch import Raw
+
+    table = run_table(tuple(starts), tuple(states_at), query.device)
+    raw = Raw(rates.float().contiguous(), biases.float().contiguous(), lowest)
+    inputs = (query, key, value, gate, beta, states, written)
+    of, d_state = passes.backward(*inputs, d_read, ends_of(table, d_final, d_interior), table, raw)
+    assert of.rates is not None
+    assert of.biases is not None
+    share = beta.float().sigmoid()
+    d_beta = (of.beta * share * (1 - share)).to(beta.dtype)
+    d_biases, d_rates = of.biases.to(biases.dtype), of.rates.to(rates.dtype)
+    return of.query, of.key, of.value, of.log_decay.to(gate.dtype), d_beta, d_rates, d_biases, d_state
+
+
+@kda_raw.register_fake
+def _(query, key, value, gate, beta, rates, biases, state, starts, states_at, lowest, keep):
+    from triax.kernels.kda.flash import kda_flash_shapes
+
+    return kda_flash_shapes(key, value, starts, states_at, keep, torch.bfloat16)
+
+
+@kda_raw_backward.register_fake
+def _(query, key, value, gate, beta, rates, biases, states, written, d_read, d_final, *_rest):
+    inputs = (query, key, value, gate, beta, rates, biases)
+    return *(x.new_empty(x.shape) for x in inputs), d_final.new_empty(d_final.shape, dtype=torch.float32)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:7], *output[3:])
+    ctx.mark_non_differentiable(*output[3:])
+    ctx.state_dtype = None if inputs[7] is None else inputs[7].dtype
+    ctx.numbers = inputs[8:11]
+
+
+def _backward(ctx: Any, d_read: Tensor, d_final: Tensor, d_interior: Tensor, *_rest: Tensor) -> tuple[Any, ...]:
+    *streams, d_state = kda_raw_backward(*ctx.saved_tensors, d_read, d_final, d_interior, *ctx.numbers)
+    d_state = None if ctx.state_dtype is None else d_state.to(ctx.state_dtype)
+    return *streams, d_state, None, None, None, None
+
+
+kda_raw.register_autograd(_backward, setup_context=_save)
