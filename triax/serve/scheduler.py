@@ -16,6 +16,7 @@ from triax.serve.sequence import Sequence
 from triax.serve.shares import shared_out
 
 MOST_DEFERRED = 64  # sequences of a class that one plan looks past because their prefix is on its way
+MOST_REFUSALS = 256  # plans without room for a sequence, after which nobody else may take what becomes free
 MOST_FAILURES = 2  # failed steps after which a sequence is given up
 MOST_IN_FLIGHT = 2  # one plan runs, the next one is ready
 
@@ -228,7 +229,7 @@ class Scheduler:
                 limit = left if allowance is None else min(left, allowance[name])
                 spent = 0
                 for one in prompts.get(name, ()):
-                    if spent < limit and one.last_step != self._step and one.holding is not None:
+                    if spent < limit and one.holding is not None:
                         spent += self._plan_chunk(one, limit - spent, rows, members)
                 is_lent = usage.get(name, 0.0) > shares[name]
                 if spent < limit and not (is_blocked and is_lent):
@@ -253,31 +254,29 @@ class Scheduler:
         return demand
 
     def _plan_chunk(self, sequence: Sequence, budget: int, rows: list[Row], members: list[Sequence]) -> int:
-        holding = sequence.holding
+        holding, start = sequence.holding, sequence.planned
         assert holding is not None
-        start = sequence.planned
-        place = bisect_right(holding.places, start)
+        first, place = start, bisect_right(holding.places, start)
+        if sequence.last_step == self._step:  # it has a row already: let it go further
+            index = members.index(sequence)
+            first = rows[index].position
+            if start == sequence.target or holding.places[place - 1 : place] == [start]:
+                return 0
         end = min(sequence.target, start + budget)
         if place < len(holding.places):
             end = min(end, holding.places[place])
         samples = end == sequence.target
-        rows.append(
-            Row(
-                sequence.number,
-                tuple(sequence.tokens[start:end]),
-                start,
-                holding.slot,
-                holding.table,
-                "prefill",
-                samples,
-                media=sequence.media_between(start, end),
-            )
-        )
-        members.append(sequence)
+        tokens, media = tuple(sequence.tokens[first:end]), sequence.media_between(first, end)
+        row = Row(sequence.number, tokens, first, holding.slot, holding.table, "prefill", samples=samples, media=media)
+        if sequence.last_step == self._step:
+            rows[index] = row
+        else:
+            rows.append(row)
+            members.append(sequence)
+            sequence.in_flight += 1
+            sequence.last_step = self._step
         sequence.planned = end
         sequence.ahead += samples
-        sequence.in_flight += 1
-        sequence.last_step = self._step
         if place < len(holding.places) and end == holding.places[place]:
             self.manager.take_snapshot(holding, end)
         return end - start
@@ -287,12 +286,15 @@ class Scheduler:
     def _admit(self, name: str, budget: int, rows: list[Row], members: list[Sequence]) -> tuple[int, bool]:
         """Start waiting sequences of a class; return tokens used, and whether one had no room."""
         waiting, spent, was_refused = self._waiting[name], 0, False
+        first = self._impatient()
         deferred: list[tuple[tuple[int, int], Sequence]] = []
         while waiting and spent < budget and len(deferred) < MOST_DEFERRED:
             sequence = waiting[0][1]
             if sequence.is_closing:
                 heapq.heappop(waiting)
                 continue
+            if first is not None and sequence.order > first.order and sequence is not first:
+                break
             if self._must_follow(sequence):
                 deferred.append(heapq.heappop(waiting))
                 continue
@@ -303,6 +305,7 @@ class Scheduler:
                 continue
             if not self._start(sequence, match):
                 was_refused = True
+                sequence.refusals += 1
                 self.manager.prefetch(match, spare=len(self.running))
                 break
             heapq.heappop(waiting)
@@ -311,6 +314,12 @@ class Scheduler:
             heapq.heappush(waiting, item)
         self.counts["deferred"] += len(deferred)
         return spent, was_refused
+
+    def _impatient(self) -> Sequence | None:
+        """Return the sequence that has been refused too often: nobody after it may start before it."""
+        heads = [waiting[0][1] for waiting in self._waiting.values() if waiting]
+        late = [one for one in heads if one.refusals > MOST_REFUSALS and not one.is_closing]
+        return min(late, key=lambda one: one.order, default=None)
 
     def _start(self, sequence: Sequence, match: Match) -> bool:
         request, reclaimed = sequence.request, False
@@ -338,7 +347,7 @@ class Scheduler:
             reclaimed = True
         sequence.holding = holding
         sequence.target, sequence.planned = len(sequence.tokens), holding.position
-        sequence.is_parking = False
+        sequence.is_parking, sequence.refusals = False, 0
         if sequence.cached_tokens is None:
             sequence.cached_tokens, sequence.matched_tokens = holding.cached, min(holding.matched, len(sequence.tokens))
             counts = self.manager.counts
@@ -352,7 +361,12 @@ class Scheduler:
     def _reclaim(self, sequence: Sequence) -> bool:
         """Take memory back for a sequence that comes first or whose class gets less than its share."""
         usage, classes = self._usage(), self.settings.classes
-        is_due = usage.get(sequence.class_name, 0.0) < classes[sequence.class_name].share
+        needed = len(sequence.tokens) // self.manager.page_tokens + 1
+        # only what fits in its own share: else two classes could take the same memory from each other for ever
+        own = [one for one in self.running if one.class_name == sequence.class_name]
+        pages = needed + sum(len(one.holding.pages) for one in own if one.holding is not None)
+        share = classes[sequence.class_name].share
+        is_due = (len(own) + 1) / self.most_running <= share and pages / (self.manager.sizes.pages - 1) <= share
         givers = [
             one
             for one in self.running
@@ -370,7 +384,6 @@ class Scheduler:
         ]
         if not givers or any(one.is_parking for one in self.running):
             return False
-        needed = len(sequence.tokens) // self.manager.page_tokens + 1
         given = sum(len(one.holding.pages) for one in givers if one.holding is not None)
         if given + self.manager.tiers.available_pages < needed:
             return False

@@ -48,6 +48,8 @@ class Sequence:
     """Prompt tokens that were restored when it first ran; None before."""
     matched_tokens: int = 0
     """Prompt tokens whose latents were known when it first ran."""
+    refusals: int = 0
+    """Plans that had no room for it while it was first of its class."""
     preemptions: int = 0
     failures: int = 0
     """Failed steps that it had a part in."""

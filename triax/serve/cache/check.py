@@ -102,7 +102,7 @@ def _memory(manager: Manager) -> Iterator[str]:
         for entry, index in moves.prefetched:
             held["page" if isinstance(entry, Node) else "slot"].update([index])
         for entry in moves.written:
-            if not tiers._is_known(entry) and entry.host is not None:
+            if not tiers.is_known(entry) and entry.host is not None:
                 held["host page" if isinstance(entry, Node) else "host slot"].update([entry.host])
     pools = {"page": tiers.pages, "slot": tiers.slots, "host page": tiers.host_pages, "host slot": tiers.host_slots}
     for name, pool in pools.items():

@@ -1,5 +1,6 @@
 """The one owner of pages, slots, positions and the weight version of every sequence."""
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -7,9 +8,11 @@ from triax.config.serve import Prefixes
 from triax.errors import CapacityError
 from triax.serve.cache.eviction import recompute_cost
 from triax.serve.cache.places import snapshot_places
-from triax.serve.cache.prefix import Match, Node, Snapshot, Tree
+from triax.serve.cache.prefix import Key, Match, Node, Snapshot, Tree
 from triax.serve.cache.tiers import Moves, Sizes, Tiers
 from triax.serve.plan import Copy
+
+MOST_UNSAVED = 4096  # snapshots that are remembered for the disk; older ones have been evicted anyway
 
 
 @dataclass(eq=False, slots=True)
@@ -79,6 +82,8 @@ class Manager:
         self.holdings: dict[int, Holding] = {}
         self._taken: list[tuple[Holding, int, int]] = []
         self._steps: list[_Step] = []
+        self.unsaved: deque[Snapshot] = deque(maxlen=MOST_UNSAVED)
+        """Snapshots since a disk pool last took them over, oldest first."""
         self.counts = dict.fromkeys(
             ("prompts", "prompt_tokens", "matched_tokens", "cached_tokens", "snapshots", "skipped_snapshots"), 0
         )
@@ -306,6 +311,47 @@ class Manager:
                 self.tiers.remove(node)
             node = above
 
+    def install(self, salt: str, pages: list[Key], offset: int, saved: int) -> tuple[list[Node], Snapshot] | None:
+        """Take in a prefix from outside, into memory that is free; for use between steps, before others can match it.
+
+        Args:
+            salt: Whose prefixes it belongs to.
+            pages: Its keys, page by page; only the last page may be partly filled.
+            offset: Keys of the last page that the snapshot covers.
+            saved: Tokens back to the snapshot before it.
+
+        Returns:
+            The nodes that are new and the snapshot: the caller fills their memory, on the host where there is a host
+            pool, else on the device. None if it is known already or does not fit.
+        """
+        tiers, tree, on_host = self.tiers, self.tree, self.sizes.host_pages > 0
+        node: Node | None = tree.roots.get(salt)
+        known = 0
+        while node is not None and known < len(pages) and (child := node.children.get(pages[known])) is not None:
+            if child.is_pending:
+                return None
+            node, known = child, known + 1
+        if node is not None and known >= len(pages) - 1:
+            parent = node.parent if known == len(pages) else node
+            if parent is not None and pages[-1][:offset] in parent.marks:
+                return None
+        free = (tiers.host_pages, tiers.host_slots) if on_host else (tiers.pages, tiers.slots)
+        if free[0].num_free < len(pages) - known or not free[1].num_free:
+            return None
+        if not on_host and node is not None and node.parent is not None and node.page is None:
+            return None
+        node = node or tree.root(salt)
+        added = []
+        for tokens in pages[known:]:
+            node = tree.insert(node, tokens, 0)
+            tiers.install_page(node, on_host=on_host)
+            added.append(node)
+        snapshot = tree.mark(node, offset, saved)
+        tiers.install_slot(snapshot, on_host=on_host)
+        for one in added:
+            tiers.rescore(one)
+        return added, snapshot
+
     def reset(self) -> None:
         """Forget all prefixes; running sequences go on with the memory they have, which nobody else will see.
 
@@ -319,6 +365,30 @@ class Manager:
             if node.is_alive and not node.pins:
                 self.tiers.remove(node)
         self.tiers.forsake()
+
+    def report(self) -> dict[str, int | float]:
+        """Return what is held and what was saved, by name."""
+        tiers, counts = self.tiers, self.counts
+        nodes = self.tree.nodes()
+        return {
+            "pages": self.sizes.pages - 1,
+            "pages_free": tiers.pages.num_free,
+            "pages_idle": tiers.idle_pages,
+            "slots": self.sizes.slots - 1,
+            "slots_free": tiers.slots.num_free,
+            "slots_idle": len(tiers.slot_order),
+            "host_pages": self.sizes.host_pages,
+            "host_pages_free": tiers.host_pages.num_free,
+            "host_slots": self.sizes.host_slots,
+            "host_slots_free": tiers.host_slots.num_free,
+            "running": len(self.holdings),
+            "known_pages": len(nodes),
+            "known_snapshots": sum(len(node.snapshots) for node in nodes),
+            "epoch": self.epoch,
+            "hit_share": counts["cached_tokens"] / counts["prompt_tokens"] if counts["prompt_tokens"] else 0.0,
+            **counts,
+            **tiers.counts,
+        }
 
     # publishing
 
@@ -387,12 +457,14 @@ class Manager:
         known = node.parent.marks.get(node.tokens[:offset])
         if known is not None and (known.slot is not None or known.is_pending or known.node.is_pending):
             holding.deepest = holding.position
+            tiers.rescore_snapshot(known)
             return False
         if known is None:
             known = tree.mark(node, offset, holding.position - holding.deepest)
         tiers.give_slot(known, slot)
         holding.deepest = holding.position
         self.counts["snapshots"] += 1
+        self.unsaved.append(known)
         return True
 
     def _tail(self, holding: Holding, offset: int) -> Node | None:

@@ -28,6 +28,8 @@ class Snapshot:
     """Copies under way that read it."""
     is_pending: bool = False
     """Whether its bytes are still on their way to host memory or back."""
+    is_saved: bool = False
+    """Whether it is on disk."""
 
     @property
     def position(self) -> int:
@@ -54,6 +56,8 @@ class Node:
     is_pending: bool = False
     """Whether its bytes are still on their way to host memory or back; then nobody may match it."""
     is_alive: bool = True
+    is_saved: bool = False
+    """Whether it is on disk."""
     is_stale: bool = False
     """Whether it belongs to prefixes that were forgotten while a sequence still used it."""
     children: dict[Key, "Node"] = field(default_factory=dict)
@@ -66,6 +70,8 @@ class Node:
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     """Snapshots inside this page, by offset."""
     num_device_children: int = 0
+    salt: str = ""
+    """Of a root: whose prefixes begin here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +117,7 @@ class Tree:
 
     def root(self, salt: str) -> Node:
         """Return the root of a salt, made if it is new."""
-        return self.roots.setdefault(salt, Node(None, (), 0))
+        return self.roots.setdefault(salt, Node(None, (), 0, salt=salt))
 
     def match(self, salt: str, keys: Sequence[int], limit: int) -> Match:
         """Find the longest known prefix, and in it the deepest snapshot after at most `limit` tokens."""
@@ -155,7 +161,7 @@ class Tree:
     def extend(self, node: Node, tokens: Key) -> None:
         """Let a partly filled page be known with more of its tokens."""
         self._unlink(node)
-        node.tokens = tokens
+        node.tokens, node.is_saved = tokens, False
         assert node.parent is not None
         node.parent.children[tokens] = node
         insort(node.parent.order, tokens)

@@ -153,6 +153,23 @@ class Tiers:
         self._review_snapshot(snapshot)
         self._review(snapshot.node)
 
+    def install_page(self, node: Node, *, on_host: bool) -> None:
+        """Give a new node a page that is free; its bytes come from outside."""
+        if on_host:
+            node.host = self.host_pages.take()
+        else:
+            page = self.take_page()
+            self.give_page(node, page)
+            self.pages.drop(page)
+
+    def install_slot(self, snapshot: Snapshot, *, on_host: bool) -> None:
+        """Give a new snapshot a slot that is free; its bytes come from outside."""
+        if on_host:
+            snapshot.host = self.host_slots.take()
+        else:
+            snapshot.slot = self.slots.take()
+        self._review_snapshot(snapshot)
+
     # losing memory
 
     def _evict_page(self, node: Node) -> None:
@@ -267,8 +284,8 @@ class Tiers:
             self.host_pages.drop(node.host)
         if node.parent is None:
             node.is_alive = False
-            for salt in [salt for salt, root in self.tree.roots.items() if root is node]:
-                del self.tree.roots[salt]
+            if self.tree.roots.get(node.salt) is node:
+                del self.tree.roots[node.salt]
         else:
             self.tree.remove(node)
         self._review(node)
@@ -373,9 +390,9 @@ class Tiers:
             node.is_pending = False
             self._review(node)
         for entry in moves.written:
-            was_alive = self._is_known(entry)
+            was_alive = self.is_known(entry)
             self._arrived(entry)
-            if was_alive and self._is_known(entry):
+            if was_alive and self.is_known(entry):
                 if isinstance(entry, Node):
                     self.remove(entry)
                 else:
@@ -383,7 +400,7 @@ class Tiers:
 
     def _arrived(self, entry: Node | Snapshot) -> None:
         entry.is_pending = False
-        if not self._is_known(entry):  # forgotten while it was on its way
+        if not self.is_known(entry):  # forgotten while it was on its way
             assert entry.host is not None
             (self.host_pages if isinstance(entry, Node) else self.host_slots).drop(entry.host)
             entry.host = None
@@ -395,7 +412,8 @@ class Tiers:
             self._review(entry)
 
     @staticmethod
-    def _is_known(entry: Node | Snapshot) -> bool:
+    def is_known(entry: Node | Snapshot) -> bool:
+        """Whether an entry is still in the tree, or in use since before the tree was emptied."""
         return entry.is_alive if isinstance(entry, Node) else entry.node.snapshots.get(entry.offset) is entry
 
     # what the orders hold
@@ -412,6 +430,18 @@ class Tiers:
 
     def _node_worth(self, node: Node) -> float:
         return max((self._worth(snapshot) for snapshot in node.snapshots.values()), default=0.0)
+
+    def rescore(self, node: Node) -> None:
+        """Count a node as used just now."""
+        self.page_order.discard(node)
+        self.host_page_order.discard(node)
+        self._review(node)
+
+    def rescore_snapshot(self, snapshot: Snapshot) -> None:
+        """Count a snapshot as used just now."""
+        self.slot_order.discard(snapshot)
+        self.host_slot_order.discard(snapshot)
+        self._review_snapshot(snapshot)
 
     def _review(self, node: Node) -> None:
         """Put a node into the orders that it belongs to and out of the others."""
