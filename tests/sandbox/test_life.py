@@ -1,0 +1,544 @@
+"""Every operation in every status, with failures at every step: no status is ever stuck, and none lies."""
+
+import asyncio
+import itertools
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from triax.errors import SandboxError
+from triax.sandbox.host import Host
+from triax.sandbox.life import ALLOWED
+from triax.sandbox.protocol import (
+    OUTPUT_LIMIT,
+    STABLE,
+    Capabilities,
+    Check,
+    Entry,
+    Machine,
+    Process,
+    Result,
+    Spec,
+    Status,
+    Usage,
+)
+from triax.sandbox.sandbox import Sandbox
+
+How = Literal["before", "after", "hang", "bug", "death"]
+
+
+EVERYTHING = Capabilities(
+    memory_snapshot=True, disk_snapshot=True, fork_running=True, suspend=True, terminals=True, expose=True
+)
+
+
+@dataclass
+class BrittleBackend:
+    """Machines of one number, their memory, that break where told: before a step, after it, or for ever."""
+
+    name: str = "brittle"
+    capabilities: Capabilities = EVERYTHING
+    faults: dict[str, How] = field(default_factory=dict)
+    machines: dict[str, "BrittleMachine"] = field(default_factory=dict)
+    created: int = 0
+
+    async def step(self, name: str, *, machine: "BrittleMachine | None" = None, done: bool = False) -> None:
+        how = self.faults.get(name)
+        if how == "death" and machine is not None and not done:
+            machine.alive = False
+        if (how in ("before", "death") and not done) or (how == "after" and done):
+            raise SandboxError(f"{name}: broken on purpose")
+        if how == "bug" and not done:
+            raise KeyError(name)
+        if how == "hang" and not done:
+            await asyncio.sleep(3600)
+        await asyncio.sleep(0)
+
+    async def create(self, spec: Spec, id: str) -> "BrittleMachine":
+        await self.step("create")
+        machine = BrittleMachine(self, id, 0, 0)
+        try:
+            await self.step("create", done=True)
+        except SandboxError:
+            await machine.kill()
+            raise
+        return machine
+
+    async def restore(self, folder: Path, spec: Spec, id: str, generation: int) -> "BrittleMachine":
+        await self.step("restore")
+        machine = BrittleMachine(self, id, generation, json.loads((folder / "memory.json").read_text()))
+        try:
+            await self.step("restore", done=True)
+        except SandboxError:
+            await machine.kill()
+            raise
+        return machine
+
+    async def reap(self, live: frozenset[str]) -> list[str]:
+        gone = [id for id in self.machines if id not in live]
+        for id in gone:
+            del self.machines[id]
+        return gone
+
+    async def checks(self) -> list[Check]:
+        return []
+
+
+class BrittleMachine:
+    def __init__(self, backend: BrittleBackend, id: str, generation: int, memory: int) -> None:
+        self.backend = backend
+        self.id = id
+        self.generation = generation
+        self.memory = memory
+        self.frozen = False
+        self.alive = True
+        backend.machines[id] = self
+        backend.created += 1
+
+    def _must_run(self) -> None:
+        if not self.alive or self.frozen:
+            raise SandboxError("the machine does not run")
+
+    async def exec(
+        self,
+        argv: Sequence[str] | str,
+        *,
+        stdin: bytes = b"",
+        timeout_s: float | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        user: str | None = None,
+        output_limit: int = OUTPUT_LIMIT,
+    ) -> Result:
+        self._must_run()
+        self.memory += 1
+        return Result("ok", 0, stdout=str(self.memory).encode())
+
+    async def start(
+        self,
+        argv: Sequence[str] | str,
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        user: str | None = None,
+        terminal: tuple[int, int] | None = None,
+    ) -> Process:
+        raise SandboxError("start: has no processes", "refused")
+
+    async def read(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
+        self._must_run()
+        return str(self.memory).encode()
+
+    async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
+        self._must_run()
+
+    async def list(self, path: str) -> list[Entry]:
+        self._must_run()
+        return []
+
+    async def stat(self, path: str) -> Entry:
+        self._must_run()
+        return Entry(path, "file", 1, 0o644, 0.0)
+
+    async def remove(self, path: str) -> None:
+        self._must_run()
+
+    async def rename(self, source: str, destination: str) -> None:
+        self._must_run()
+
+    async def make_directory(self, path: str) -> None:
+        self._must_run()
+
+    async def expose(self, port: int) -> tuple[str, int]:
+        return "127.0.0.1", port
+
+    async def pause(self) -> None:
+        await self.backend.step("pause", machine=self)
+        self.frozen = True
+        await self.backend.step("pause", machine=self, done=True)
+
+    async def resume(self) -> None:
+        if not self.alive:
+            raise SandboxError("the machine is dead")
+        await self.backend.step("resume", machine=self)
+        self.frozen = False
+        await self.backend.step("resume", machine=self, done=True)
+
+    async def suspend(self, folder: Path) -> None:
+        self.frozen = True
+        await self.backend.step("suspend", machine=self)
+        (folder / "memory.json").write_text(str(self.memory))
+        await self.backend.step("suspend", machine=self, done=True)
+        await self.kill()
+
+    async def snapshot(self, folder: Path, parent: Path | None = None) -> None:
+        before = self.frozen
+        self.frozen = True
+        await self.backend.step("snapshot", machine=self)
+        (folder / "memory.json").write_text(str(self.memory))
+        await self.backend.step("snapshot", machine=self, done=True)
+        self.frozen = before
+
+    async def fork(self, ids: Sequence[str]) -> "Sequence[Machine | SandboxError]":
+        before = self.frozen
+        self.frozen = True
+        await self.backend.step("fork", machine=self)
+        copies: list[Machine | SandboxError] = [
+            BrittleMachine(self.backend, id, self.generation + 1, self.memory) for id in ids
+        ]
+        if self.backend.faults.get("copy"):
+            await self.backend.machines[ids[0]].kill()
+            copies[0] = SandboxError("copy: broken on purpose")
+        await self.backend.step("fork", machine=self, done=True)
+        self.frozen = before
+        return copies
+
+    async def kill(self) -> None:
+        self.alive = False
+        self.backend.machines.pop(self.id, None)
+        await self.backend.step("kill", machine=self)
+
+    async def is_alive(self) -> bool:
+        return self.alive
+
+    async def usage(self) -> Usage:
+        return Usage()
+
+
+OPERATIONS: dict[str, Callable[[Sandbox], Awaitable[object]]] = {
+    "exec": lambda sandbox: sandbox.exec("true"),
+    "start": lambda sandbox: sandbox.start("cat"),
+    "read": lambda sandbox: sandbox.read("/x"),
+    "write": lambda sandbox: sandbox.write("/x", b""),
+    "list": lambda sandbox: sandbox.list("/"),
+    "stat": lambda sandbox: sandbox.stat("/x"),
+    "remove": lambda sandbox: sandbox.remove("/x"),
+    "rename": lambda sandbox: sandbox.rename("/x", "/y"),
+    "make_directory": lambda sandbox: sandbox.make_directory("/d"),
+    "expose": lambda sandbox: sandbox.expose(80),
+    "pause": lambda sandbox: sandbox.pause(),
+    "resume": lambda sandbox: sandbox.resume(),
+    "suspend": lambda sandbox: sandbox.suspend(),
+    "snapshot": lambda sandbox: sandbox.snapshot(),
+    "fork": lambda sandbox: sandbox.fork(2),
+    "set_timeout": lambda sandbox: sandbox.set_timeout(100.0),
+    "kill": lambda sandbox: sandbox.kill(),
+}
+CHANGES = ("pause", "resume", "suspend", "snapshot", "fork", "kill")
+BUSY: dict[Status, str] = {
+    "pausing": "pause",
+    "suspending": "suspend",
+    "resuming": "resume",
+    "snapshotting": "snapshot",
+    "forking": "fork",
+}
+AFTER: dict[str, dict[Status, Status]] = {
+    "pause": {"running": "paused"},
+    "resume": {"paused": "running", "suspended": "running"},
+    "suspend": {"running": "suspended", "paused": "suspended"},
+    "kill": dict.fromkeys(("running", "paused", "suspended", "lost", "failed", "dead"), "dead"),
+}
+
+
+async def in_status(root: Path, status: Status, step_limit_s: float = 5.0) -> tuple[Host, BrittleBackend, Sandbox]:
+    backend = BrittleBackend()
+    host = await Host.open(root, backend, step_limit_s=step_limit_s)
+    sandbox = await host.create(Spec(timeout_s=1000.0))
+    if status == "paused":
+        await sandbox.pause()
+    elif status == "suspended":
+        await sandbox.suspend()
+    elif status == "dead":
+        await sandbox.kill()
+    elif status == "failed":
+        backend.machines[sandbox.id].alive = False
+        await sandbox.check()
+    elif status == "lost":
+        host.store.close()
+        assert host._watcher is not None
+        host._watcher.cancel()
+        host = await Host.open(root, backend, step_limit_s=step_limit_s)
+        sandbox = host.get(sandbox.id)
+    assert sandbox.status == status
+    return host, backend, sandbox
+
+
+def agrees(backend: BrittleBackend, sandbox: Sandbox) -> bool:
+    """Whether the machine is as the status says."""
+    machine = backend.machines.get(sandbox.id)
+    if sandbox.status == "running":
+        return machine is not None and machine.alive and not machine.frozen
+    if sandbox.status == "paused":
+        return machine is not None and machine.alive and machine.frozen
+    return machine is None
+
+
+@pytest.mark.parametrize(("status", "operation"), list(itertools.product(STABLE, OPERATIONS)))
+def test_every_operation_in_every_lasting_status_is_done_or_refused(
+    tmp_path: Path, status: Status, operation: str
+) -> None:
+    async def run() -> None:
+        host, backend, sandbox = await in_status(tmp_path, status)
+        rule = operation if operation in ALLOWED else "use"
+        if status in ALLOWED[rule] and operation != "start":
+            await OPERATIONS[operation](sandbox)
+            assert sandbox.status == AFTER.get(operation, {}).get(status, status)
+        else:
+            with pytest.raises(SandboxError) as caught:
+                await OPERATIONS[operation](sandbox)
+            assert caught.value.kind == "refused"
+            if operation != "start":
+                assert caught.value.status == 409
+                assert status in str(caught.value)
+            assert sandbox.status == status
+        assert agrees(backend, sandbox)
+        await host.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("during", "operation"), list(itertools.product(BUSY, OPERATIONS)))
+def test_no_operation_gets_into_one_that_is_in_progress(tmp_path: Path, during: Status, operation: str) -> None:
+    async def run() -> None:
+        host, backend, sandbox = await in_status(tmp_path, "suspended" if during == "resuming" else "running")
+        going = asyncio.ensure_future(OPERATIONS[BUSY[during]](sandbox))
+        await asyncio.sleep(0)
+        assert sandbox.status == during
+        allowed = during in ALLOWED[operation if operation in ALLOWED else "use"]
+        if operation == "kill":
+            await sandbox.kill()
+            assert sandbox.status == "dead"
+            await asyncio.gather(going, return_exceptions=True)
+            assert sandbox.id not in backend.machines
+        elif allowed:
+            await asyncio.gather(OPERATIONS[operation](sandbox), return_exceptions=True)
+            await going
+        else:
+            with pytest.raises(SandboxError) as caught:
+                await OPERATIONS[operation](sandbox)
+            assert caught.value.status == 409
+            await going
+        assert sandbox.status in STABLE
+        assert agrees(backend, sandbox)
+        await host.close()
+
+    asyncio.run(run())
+
+
+FAULTS = list(
+    itertools.product(
+        ("pause", "resume", "suspend", "snapshot", "fork"),
+        ("before", "after", "hang", "bug", "death"),
+        ("running", "paused"),
+    )
+)
+
+
+@pytest.mark.parametrize(("step", "how", "before"), FAULTS)
+def test_a_step_that_fails_leaves_it_running_or_failed(tmp_path: Path, step: str, how: str, before: Status) -> None:
+    async def run() -> None:
+        host, backend, sandbox = await in_status(tmp_path, before, step_limit_s=0.05)
+        if before not in ALLOWED[step]:
+            await host.close()
+            return
+        backend.faults = {step: how}
+        memory = backend.machines[sandbox.id].memory
+        (answer,) = await asyncio.gather(OPERATIONS[step](sandbox), return_exceptions=True)
+        if isinstance(answer, SandboxError):
+            assert answer.kind == "infrastructure"
+        else:
+            assert step == "resume", "only a resume can be found done after it said that it failed"
+        assert sandbox.status in ("running", "failed"), "never stuck, never paused by a failure"
+        assert agrees(backend, sandbox), f"says `{sandbox.status}`, and the machine says otherwise"
+        if how != "death" and step != "resume":
+            assert sandbox.status == "running"
+        assert not list(host.store.snapshots_folder.glob(".partial-*"))
+        assert host.store.snapshots() == []
+        backend.faults = {}
+        if sandbox.status == "running":
+            assert (await sandbox.exec("true")).stdout == str(memory + 1).encode()
+            await sandbox.suspend()
+            await sandbox.resume()
+            assert (await sandbox.exec("true")).stdout == str(memory + 2).encode()
+        else:
+            assert (
+                "broken on purpose" in sandbox.reason or "did not end" in sandbox.reason or "KeyError" in sandbox.reason
+            )
+            await sandbox.kill()
+            assert sandbox.status == "dead"
+        await host.gc()
+        await host.close()
+        assert set(backend.machines) == set()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("how", ["before", "after", "hang", "bug"])
+def test_a_restore_that_fails_leaves_it_suspended_and_works_later(tmp_path: Path, how: str) -> None:
+    async def run() -> None:
+        host, backend, sandbox = await in_status(tmp_path, "suspended", step_limit_s=0.05)
+        backend.faults = {"restore": how}
+        with pytest.raises(SandboxError):
+            await sandbox.resume()
+        assert sandbox.status == "suspended"
+        assert backend.machines == {}
+        copies = await sandbox.fork(2)
+        assert all(isinstance(copy, SandboxError) for copy in copies)
+        assert sandbox.status == "suspended"
+        backend.faults = {}
+        await sandbox.resume()
+        assert (await sandbox.exec("true")).stdout == b"1"
+        await host.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("how", ["before", "after", "hang", "bug"])
+def test_a_machine_that_does_not_start_leaves_no_sandbox(tmp_path: Path, how: str) -> None:
+    async def run() -> None:
+        backend = BrittleBackend(faults={"create": how})
+        host = await Host.open(tmp_path, backend, step_limit_s=0.05)
+        with pytest.raises(SandboxError) as caught:
+            await host.create()
+        assert caught.value.kind == "infrastructure"
+        assert host.sandboxes() == []
+        assert backend.machines == {}
+        assert list(host.store.records_folder.iterdir()) == []
+        await host.close()
+
+    asyncio.run(run())
+
+
+def test_a_copy_that_fails_is_an_error_in_its_place(tmp_path: Path) -> None:
+    async def run() -> None:
+        host, backend, sandbox = await in_status(tmp_path, "running")
+        backend.faults = {"copy": "before"}
+        first, second = await sandbox.fork(2)
+        assert isinstance(first, SandboxError)
+        assert isinstance(second, Sandbox)
+        assert second.generation == 1
+        assert sandbox.status == second.status == "running"
+        await host.close()
+
+    asyncio.run(run())
+
+
+class FullDisk:
+    """A store's writer that refuses from its n-th call on, as a disk does that filled up."""
+
+    def __init__(self, host: Host, after: int) -> None:
+        self.real = host.store._replace
+        self.left = after
+        host.store._replace = self  # type: ignore[method-assign]
+
+    def __call__(self, path: Path, tree: object, *, durable: bool) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise SandboxError(f"record {path}: cannot be written; No space left on device; free some disk")
+        self.real(path, tree, durable=durable)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("operation", "before", "after"),
+    [
+        (operation, before, after)
+        for operation in ("pause", "resume", "suspend", "snapshot", "fork", "set_timeout")
+        for before in ("running", "paused", "suspended")
+        for after in range(4)
+        if before in ALLOWED[operation]
+    ],
+)
+def test_a_full_disk_at_any_write_leaves_a_true_status(
+    tmp_path: Path, operation: str, before: Status, after: int
+) -> None:
+    async def run() -> None:
+        host, backend, sandbox = await in_status(tmp_path, before)
+        disk = FullDisk(host, after)
+        (answer,) = await asyncio.gather(OPERATIONS[operation](sandbox), return_exceptions=True)
+        if isinstance(answer, BaseException):
+            assert "No space left" in str(answer)
+            assert sandbox.status in ("running", before)
+        else:
+            assert sandbox.status == AFTER.get(operation, {}).get(before, before)
+            if operation == "fork":
+                assert isinstance(answer, list)
+                alive = [copy for copy in answer if isinstance(copy, Sandbox)]
+                assert len(backend.machines) == len(alive) + (before != "suspended")
+        assert agrees(backend, sandbox)
+        host.store._replace = disk.real  # type: ignore[method-assign]
+        if sandbox.status != "running":
+            await sandbox.resume()
+        assert (await sandbox.exec("true")).stdout == b"1"
+        await host.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("operation", CHANGES)
+def test_a_caller_that_gives_up_leaves_no_half_done_operation(tmp_path: Path, operation: str) -> None:
+    async def run() -> None:
+        host, backend, sandbox = await in_status(tmp_path, "paused" if operation == "resume" else "running")
+        going = asyncio.ensure_future(OPERATIONS[operation](sandbox))
+        await asyncio.sleep(0)
+        going.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await going
+        await sandbox.settled()
+        assert sandbox.status in STABLE
+        assert agrees(backend, sandbox)
+        await host.close()
+
+    asyncio.run(run())
+
+
+def test_a_machine_that_ends_by_itself_is_told_as_failed(tmp_path: Path) -> None:
+    async def run() -> None:
+        host, backend, sandbox = await in_status(tmp_path, "running")
+        backend.machines[sandbox.id].alive = False
+        with pytest.raises(SandboxError) as caught:
+            await sandbox.exec("true")
+        assert caught.value.kind == "infrastructure"
+        assert sandbox.status == "failed"
+        assert "by itself" in sandbox.reason
+        await host.close()
+
+    asyncio.run(run())
+
+
+def test_what_a_backend_cannot_do_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    async def run() -> None:
+        backend = BrittleBackend(capabilities=Capabilities())
+        host = await Host.open(tmp_path, backend)
+        with pytest.raises(SandboxError, match="cannot suspend"):
+            await host.create(Spec(timeout_s=5.0))
+        sandbox = await host.create(Spec(on_timeout="kill"))
+        for act in (
+            sandbox.suspend(),
+            sandbox.snapshot(),
+            sandbox.fork(),
+            sandbox.expose(80),
+            sandbox.start("sh", terminal=(24, 80)),
+        ):
+            with pytest.raises(SandboxError) as caught:
+                await act
+            assert (caught.value.kind, caught.value.status) == ("refused", 501)
+            assert sandbox.status == "running"
+        await host.close()
+
+    asyncio.run(run())
+
+
+def test_a_pause_without_memory_is_refused_where_memory_would_be_kept(tmp_path: Path) -> None:
+    async def run() -> None:
+        host, _, sandbox = await in_status(tmp_path, "running")
+        with pytest.raises(SandboxError, match="keep_memory `False`"):
+            await sandbox.suspend(keep_memory=False)
+        assert sandbox.status == "running"
+        await sandbox.suspend(keep_memory=True)
+        await host.close()
+
+    asyncio.run(run())
