@@ -53,7 +53,7 @@ def sane_path(path: str) -> str:
     return path
 
 
-def positive(name: str, value: float | None) -> None:
+def positive(name: str, value: float | int | None) -> None:
     """Refuse a number of seconds or things that is not above 0; none is fine.
 
     Raises:

@@ -293,8 +293,9 @@ class Host:
                     self._do(sandbox.check())
             limits = [one.expires_s for one in self._sandboxes.values() if one.status in ("running", "paused")]
             nearest = min((limit for limit in limits if limit is not None), default=time.time() + HEALTH_S)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), max(0.0, min(HEALTH_S, nearest - time.time())))
+            with suppress(TimeoutError):  # not wait_for: Python 3.11's loses a cancellation that comes with the news
+                async with asyncio.timeout(max(0.0, min(HEALTH_S, nearest - time.time()))):
+                    await self._news.wait()
 
     async def _expire(self, sandbox: Sandbox) -> None:
         try:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from triax.errors import SandboxError
 from triax.sandbox.protocol import OUTPUT_LIMIT, Result
@@ -165,6 +165,7 @@ class Ends:
             os.close(fd)
 
 
+@runtime_checkable
 class Handle(Protocol):
     """A process that runs; `ended` becomes its exit code, or less than 0 for the signal that ended it."""
 

@@ -261,7 +261,7 @@ async def copy_tree(source: Path, destination: Path) -> None:
         SandboxError: The host's disk is full or does not take it; kind `infrastructure`.
     """
     destination.mkdir(parents=True)
-    result = await ran(["cp", "-a", "--reflink=auto", "--", f"{source}/.", str(destination)], timeout_s=600)
+    result = await ran(["cp", "-a", "--reflink=auto", "--", f"{source}/.", str(destination)], timeout_s=600.0)
     if result.exit_code != 0:
         raise SandboxError(f"copy of {source}: failed; {result.stderr.decode(errors='replace').strip()[:300]}")
 

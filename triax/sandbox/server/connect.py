@@ -270,7 +270,7 @@ def _call(headers: Headers) -> Call:
         headers,
         target=None,
         timeout_s=_number(headers, "connect-timeout-ms", 1e-3, largest=10**10),
-        keepalive_s=_number(headers, "keepalive-ping-interval", 1, largest=10**6),
+        keepalive_s=_number(headers, "keepalive-ping-interval", 1.0, largest=10**6),
     )
 
 

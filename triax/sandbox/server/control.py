@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from starlette.responses import JSONResponse
 
 from triax.config.sandbox import Template
@@ -29,6 +29,7 @@ def plane(request: Request) -> Plane:
 
 Here = Annotated[Plane, Depends(plane)]
 Limit = Annotated[int, Query(ge=1, le=LONGEST_PAGE)]
+Key = Annotated[str | None, Header(pattern=r"^[a-z0-9-]{1,255}$")]
 router = APIRouter()
 
 
@@ -40,15 +41,15 @@ def _started(here: Plane, sandbox: Sandbox) -> dict[str, Any]:
 
 @router.post("/sandboxes", status_code=201)
 @router.post("/v2/sandboxes", status_code=201)
-async def create(body: schema.NewSandbox, here: Here) -> dict[str, Any]:
+async def create(body: schema.NewSandbox, here: Here, idempotency_key: Key = None) -> dict[str, Any]:
     """Make a sandbox from a template or a snapshot."""
-    return _started(here, await here.create(body))
+    return _started(here, await here.create(body, idempotency_key))
 
 
 @router.post("/sandboxes-cold", status_code=201)
-async def create_cold(body: schema.NewColdSandbox, here: Here) -> dict[str, Any]:
+async def create_cold(body: schema.NewColdSandbox, here: Here, idempotency_key: Key = None) -> dict[str, Any]:
     """Make a sandbox straight from an image."""
-    return _started(here, await here.create(body))
+    return _started(here, await here.create(body, idempotency_key))
 
 
 @router.get("/sandboxes")

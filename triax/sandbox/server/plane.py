@@ -1,5 +1,6 @@
 """One server's sandboxes as its clients see them: made from templates, woken by use, with what clients have open."""
 
+import asyncio
 import dataclasses
 import ipaddress
 import math
@@ -19,6 +20,7 @@ from triax.sandbox.server.catalog import Catalog
 from triax.sandbox.server.session import Session
 from triax.sandbox.store import Snapshot
 
+MOST_KEYS = 4096
 EVERYWHERE = ("0.0.0.0/0", "::/0")
 GONE = {"dead": 404, "lost": 410, "failed": 410}
 
@@ -41,6 +43,7 @@ class Plane:
         self.started_s = time.time()
         self.counts = {"created": 0, "failed": 0, "refused": 0}
         self._sessions: dict[str, tuple[int, Session]] = {}
+        self._asked: dict[str, tuple[schema.Life, asyncio.Future[Sandbox]]] = {}
         self._cpu: dict[str, tuple[float, float]] = {}
 
     def find(self, sandbox_id: str) -> Sandbox:
@@ -83,12 +86,35 @@ class Plane:
         if known is not None:
             await known[1].close()
 
-    async def create(self, wanted: schema.NewSandbox | schema.NewColdSandbox) -> Sandbox:
+    async def create(self, wanted: schema.NewSandbox | schema.NewColdSandbox, key: str | None = None) -> Sandbox:
         """Make the sandbox that a request describes.
+
+        Args:
+            wanted: The request.
+            key: What tells a repeated request from a new one; the first one's sandbox answers both.
 
         Raises:
             SandboxError: It asks for what cannot be, or no machine could be made.
         """
+        if key is None:
+            return await self._counted(wanted)
+        known = self._asked.get(key)
+        if known is None:
+            known = (wanted, asyncio.ensure_future(self._counted(wanted)))
+            self._asked[key] = known
+            while len(self._asked) > MOST_KEYS:
+                self._asked.pop(next(iter(self._asked)))
+        if known[0] != wanted:
+            raise SandboxError(
+                "Idempotency-Key: it came with another request before; choose a new one", "refused", status=409
+            )
+        try:
+            return self.find((await asyncio.shield(known[1])).id)
+        except SandboxError:
+            self._asked.pop(key, None)  # it may be tried again
+            raise
+
+    async def _counted(self, wanted: schema.NewSandbox | schema.NewColdSandbox) -> Sandbox:
         try:
             sandbox = await self._create(wanted)
         except SandboxError as problem:
