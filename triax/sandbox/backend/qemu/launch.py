@@ -1,0 +1,233 @@
+"""The emulator's process: its command line, its connections and its end."""
+
+import asyncio
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from triax.errors import SandboxError
+from triax.sandbox.backend.owned import LABEL
+from triax.sandbox.backend.qemu.monitor import Monitor
+from triax.sandbox.guest.channel import Channel
+
+PROGRAM = "qemu-system-x86_64"
+MACHINE = "microvm,pit=off,pic=off,rtc=on,isa-serial=on,acpi=on,memory-backend=ram,suppress-vmdesc=on"
+PROCESSOR = "Nehalem"  # the least that wheels and distributions of today are built for
+
+# what a guest without devices, probes and hardware bugs can leave out of its start; each costs emulated milliseconds
+SKIPPED = (
+    "cmos_init",
+    "add_rtc_cmos",
+    "add_pcspkr",
+    "init_kprobe_trace",
+    "init_blk_tracer",
+    "init_trace_printk_function_export",
+    "load_system_certificate_list",
+    "crypto_kdf108_init",
+    "cubictcp_register",
+    "ksm_init",
+    "hugetlb_init",
+    "memory_tier_init",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What a machine is made of; a snapshot only fits the same.
+
+    Args:
+        accelerator: `kvm`, or `tcg` where no guest boots on it.
+        memory_mib: Its memory.
+        cpus: Its processors.
+        clock_khz: Rate of the time stamp counter that the guest was told.
+        kernel: The kernel.
+        initramfs: What the kernel unpacks first.
+    """
+
+    accelerator: str
+    memory_mib: int
+    cpus: int
+    clock_khz: int
+    kernel: Path
+    initramfs: Path
+
+    def arguments(self, memory: Path) -> list[str]:
+        """Return the part of the command line that the guest can see."""
+        accelerator = "kvm" if self.accelerator == "kvm" else f"tcg,thread={'multi' if self.cpus > 1 else 'single'}"
+        backing = f"size={self.memory_mib}M,mem-path={memory},share=off,prealloc=off,dump=off,merge=off"
+        return [
+            *("-M", MACHINE, "-accel", accelerator, "-m", str(self.memory_mib), "-smp", str(self.cpus)),
+            *("-cpu", "host" if self.accelerator == "kvm" else PROCESSOR),
+            *("-object", f"memory-backend-file,id=ram,{backing}"),
+            *("-kernel", str(self.kernel), "-initrd", str(self.initramfs), "-append", self.words()),
+        ]
+
+    def words(self) -> str:
+        """Return the kernel's command line."""
+        timing = f" tsc_early_khz={self.clock_khz} tsc=reliable no_timer_check lpj=4000000"
+        return (
+            "console=ttyS0 quiet panic=-1 cryptomgr.notests mitigations=off lsm= audit=0 "
+            f"initcall_blacklist={','.join(SKIPPED)}" + ("" if self.accelerator == "kvm" else timing)
+        )
+
+
+class Emulator:
+    """A running emulator with its monitor and the channel to the agent; `await Emulator.start(...)` makes it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, console: Path | None) -> None:
+        self.process = process
+        self.log = log
+        self.console = console
+        self._monitor: Monitor | None = None
+        self._channel: Channel | None = None
+
+    @property
+    def monitor(self) -> Monitor:
+        """Its control connection."""
+        assert self._monitor is not None
+        return self._monitor
+
+    @property
+    def channel(self) -> Channel:
+        """The channel to its agent."""
+        assert self._channel is not None
+        return self._channel
+
+    @classmethod
+    async def start(
+        cls,
+        hardware: Hardware,
+        *,
+        memory: Path,
+        disk: dict[str, Any],
+        folder: Path,
+        label: str,
+        channel: Channel,
+        state: int | None = None,
+        console: bool = False,
+    ) -> "Emulator":
+        """Start a process and connect to it.
+
+        Args:
+            hardware: What the guest sees.
+            memory: File that its memory is mapped from.
+            disk: Its disk, as the emulator wants it described.
+            folder: Where its log lies.
+            label: What marks it as ours.
+            channel: Takes the connection to the agent.
+            state: Descriptor from which it reads the state of its devices, to go on; none to boot.
+            console: Whether to keep what the kernel prints; only while no command can write there.
+
+        Raises:
+            SandboxError: It did not start.
+        """
+        program = shutil.which(PROGRAM)
+        if program is None:
+            raise SandboxError(f"qemu: found no `{PROGRAM}`; run `apt-get install qemu-system-x86 qemu-utils`")
+        ours_q, theirs_q = socket.socketpair()
+        ours_c, theirs_c = socket.socketpair()
+        log, printed = folder / "qemu.log", folder / "console.log" if console else None
+        # a descriptor per connection instead of a path: nobody else can connect, and nothing is left behind
+        command = [
+            *(program, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", *hardware.arguments(memory)),
+            *("-chardev", f"socket,id=monitor,fd={theirs_q.fileno()}", "-mon", "chardev=monitor,mode=control"),
+            *("-global", "virtio-mmio.force-legacy=false", "-blockdev", json.dumps(disk)),
+            *("-device", f"virtio-blk-device,drive={disk['node-name']}"),
+            *("-device", "virtio-serial-device,max_ports=2"),
+            *("-chardev", f"socket,id=agent,fd={theirs_c.fileno()}", "-device", "virtserialport,chardev=agent"),
+            *(
+                "-chardev",
+                f"file,id=console,path={printed}" if printed else "null,id=console",
+                "-serial",
+                "chardev:console",
+            ),
+        ]
+        kept = [theirs_q.fileno(), theirs_c.fileno()]
+        if state is not None:
+            command += ["-incoming", f"fd:{state}", "-global", "migration.send-configuration=off"]
+            kept.append(state)
+        guard = shutil.which("setpriv")
+        if guard is not None:
+            command = [guard, "--pdeathsig", "KILL", "--", *command]
+        try:
+            with log.open("wb") as errors:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=errors,
+                    stderr=errors,
+                    pass_fds=kept,
+                    cwd=folder,
+                    start_new_session=True,
+                    env={"PATH": os.defpath, "MALLOC_ARENA_MAX": "1", LABEL: label},
+                )
+        except OSError as problem:
+            for end in (ours_q, ours_c):
+                end.close()
+            raise SandboxError(f"qemu: the host could not start it; {problem.strerror}") from None
+        finally:
+            theirs_q.close()
+            theirs_c.close()
+        emulator = cls(process, log, printed)
+        try:
+            ours_c.setblocking(False)
+            await asyncio.get_running_loop().create_connection(lambda: channel, sock=ours_c)
+            emulator._channel = channel
+            emulator._monitor = await Monitor.open(ours_q)
+        except BaseException as problem:
+            await emulator.end()
+            if isinstance(problem, SandboxError):
+                raise SandboxError(f"{problem}; {emulator.last_words()}") from None
+            raise
+        return emulator
+
+    def last_words(self) -> str:
+        """Return what the emulator and the kernel said last, for an error message."""
+        said = []
+        for name, path in (("it", self.log), ("the kernel", self.console)):
+            with suppress(OSError):
+                if path is not None and (words := path.read_bytes()[-600:].decode(errors="replace").strip()):
+                    said.append(f"{name} said: {words}")
+        return "; ".join(said) or "it said nothing"
+
+    def is_running(self) -> bool:
+        """Tell whether the process lives."""
+        return self.process.poll() is None
+
+    async def end(self) -> None:
+        """Kill the process and wait for its end; may be called again."""
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGKILL)
+            give_up = time.monotonic() + 10
+            while self.process.poll() is None and time.monotonic() < give_up:
+                await asyncio.sleep(0.002)
+        if self._monitor is not None:
+            self._monitor.close()
+        if self._channel is not None:
+            self._channel.end("the machine was ended")
+
+
+def state_pipe(state: bytes) -> tuple[int, int]:
+    """Return a pipe that holds a machine's state, or as much as fits: read end and write end.
+
+    Raises:
+        SandboxError: The state is larger than a pipe can be.
+    """
+    read_end, write_end = os.pipe()
+    try:
+        fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, max(2**20, len(state)))
+    except OSError as problem:
+        os.close(read_end)
+        os.close(write_end)
+        raise SandboxError(f"qemu: a pipe for {len(state)} bytes of state was refused; {problem.strerror}") from None
+    return read_end, write_end

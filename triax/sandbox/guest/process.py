@@ -1,0 +1,171 @@
+"""Commands in a guest as the host holds them: run to the end, or long-lived."""
+
+import asyncio
+import errno
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+from triax.errors import SandboxError
+from triax.sandbox.guest.channel import AgentRefusal, Name, Stream
+from triax.sandbox.guest.wire import Kind, number
+from triax.sandbox.protocol import Result
+
+DROP_PAUSE_S = 0.01  # between two looks at output that nobody keeps, so that a flood costs the host little
+GRACE_S = 5.0  # from SIGKILL to the end of a process
+
+
+class GuestProcess:
+    """A process in a guest.
+
+    Args:
+        stream: Its stream, already started.
+        terminal: Whether it has a terminal.
+    """
+
+    def __init__(self, stream: Stream, *, terminal: bool) -> None:
+        self._stream = stream
+        self._terminal = terminal
+        self._begun = time.monotonic()
+
+    @property
+    def pid(self) -> int:
+        """Its number inside the guest."""
+        return self._stream.started.result()
+
+    async def output(self) -> AsyncIterator[tuple[Name, bytes]]:
+        """Yield what it writes until it ends."""
+        while (piece := await self._stream.next()) is not None:
+            yield piece
+
+    async def write(self, data: bytes) -> None:
+        """Send to its standard input.
+
+        Raises:
+            SandboxError: It has ended.
+        """
+        if self._stream.ended.done():
+            raise SandboxError("write: the process has closed its standard input or ended", "refused", status=409)
+        await self._stream.write(data)
+
+    async def close_stdin(self) -> None:
+        """Say that no more input comes; on a terminal that is its end-of-file key."""
+        self._stream.finish()
+
+    async def kill(self, signal: int = 9) -> None:
+        """Send a signal; 9 reaches everything that it started."""
+        if not self._stream.ended.done():
+            self._stream.channel.send(Kind.SIGNAL, self._stream.id, number(signal))
+
+    async def resize(self, rows: int, columns: int) -> None:
+        """Set the size of its terminal.
+
+        Raises:
+            SandboxError: It has none.
+        """
+        if not self._terminal:
+            raise SandboxError("resize: the process has no terminal; start it with `terminal`", "refused")
+        self._stream.channel.send(Kind.RESIZE, self._stream.id, number(rows) + number(columns))
+
+    async def wait(self) -> Result:
+        """Wait for its end; output that nobody takes is dropped only once somebody asks for the end."""
+        waiting = asyncio.ensure_future(asyncio.shield(self._stream.ended))
+        try:
+            await waiting
+        except SandboxError as problem:
+            return Result("infrastructure", detail=str(problem), duration_s=time.monotonic() - self._begun)
+        return ended(self._stream, time.monotonic() - self._begun)
+
+
+def ended(stream: Stream, duration_s: float, **more: object) -> Result:
+    """Put into words how a stream's process ended."""
+    code, signal, killed = stream.ended.result()
+    out_of_memory = killed and (signal == 9 or code in (137, 1))
+    return Result(
+        outcome="out_of_memory" if out_of_memory else "ok",
+        exit_code=None if signal else code,
+        signal=signal or None,
+        duration_s=duration_s,
+        detail="the guest ran out of memory and its kernel ended a process; raise `memory_mib`"
+        if out_of_memory
+        else "",
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def refusal(problem: AgentRefusal, program: str, cwd: str | None, user: str | None) -> Result | SandboxError:
+    """Tell why a command did not start: the shell's exit codes for its program, an error for all else."""
+    words = os.strerror(problem.code)
+    if problem.step == "exec":
+        code = 127 if problem.code in (errno.ENOENT, errno.ENOTDIR) else 126
+        return Result("ok", exit_code=code, stderr=f"{program}: {words}\n".encode(errors="replace"))
+    if problem.step == "cwd":
+        return SandboxError(f"cwd {cwd!r}: cannot start there, {words}; make it first", "refused", status=404)
+    if problem.step == "user":
+        return SandboxError(f"user {user!r}: the image has no such user; add it or leave it out", "refused")
+    if problem.step in ("fork", "pipes") and problem.code in (errno.EAGAIN, errno.EMFILE, errno.ENOSPC):
+        return SandboxError(
+            f"exec: the guest cannot start another process, {words}; end some or raise `processes`",
+            "refused",
+            status=429,
+        )
+    if problem.code == errno.ENOMEM:
+        return SandboxError("exec: the guest has no memory for another process; raise `memory_mib`", "out_of_memory")
+    return SandboxError(f"exec: the guest could not start it, {problem.step}: {words}")
+
+
+async def finish(stream: Stream, stdin: bytes, timeout_s: float | None, limit: int) -> Result:
+    """Feed a process, keep what it writes up to a limit, and wait for its end; one over its time is ended, it alone."""
+    begun = time.monotonic()
+    kept: dict[Name, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
+    truncated = False
+
+    async def collect() -> None:
+        nonlocal truncated
+        while (piece := await stream.next()) is not None:
+            name, data = piece
+            room = max(0, limit - len(kept[name]))
+            kept[name] += data[:room]
+            if len(data) > room:
+                truncated = True
+                if room == 0:
+                    await asyncio.sleep(DROP_PAUSE_S)
+
+    async def feed() -> None:
+        with suppress(SandboxError):
+            await stream.write(stdin)
+        stream.finish()
+
+    collecting = asyncio.ensure_future(collect())
+    feeding = asyncio.ensure_future(feed()) if stdin else None
+    if feeding is None:
+        stream.finish()
+    timed_out = False
+    try:
+        await asyncio.wait_for(asyncio.shield(collecting), timeout_s)
+    except TimeoutError:
+        timed_out = True
+        stream.channel.send(Kind.SIGNAL, stream.id, number(9))
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(collecting), GRACE_S)
+    except asyncio.CancelledError:
+        stream.channel.send(Kind.SIGNAL, stream.id, number(9))
+        raise
+    finally:
+        for task in (feeding, collecting):
+            if task is not None:
+                task.cancel()
+                with suppress(asyncio.CancelledError, SandboxError):
+                    await task
+        if not stream.ended.done():
+            stream.close()
+    duration_s = time.monotonic() - begun
+    streams = {"stdout": bytes(kept["stdout"]), "stderr": bytes(kept["stderr"]), "truncated": truncated}
+    if timed_out:
+        return Result(
+            "timeout", signal=9, duration_s=duration_s, detail=f"ended after its limit of {timeout_s:g} s", **streams
+        )
+    if (problem := stream.ended.exception()) is not None:
+        return Result("infrastructure", duration_s=duration_s, detail=str(problem), **streams)
+    return ended(stream, duration_s, **streams)
