@@ -104,6 +104,9 @@ class Link:
         """Set whenever `status` changes."""
         self.waiting: set[str] = set()
         """Requests that have no token yet."""
+        self.is_open = asyncio.Event()
+        """Whether requests go on to the engine; else they wait here."""
+        self.is_open.set()
         self._boxes: dict[str, Mailbox] = {}
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
@@ -117,7 +120,7 @@ class Link:
     @property
     def num_active(self) -> int:
         """Requests that are not over."""
-        return len(self._boxes)
+        return len(self._boxes | dict.fromkeys(self.waiting))
 
     @property
     def pid(self) -> int | None:
@@ -158,12 +161,19 @@ class Link:
             Refusal: It does not take one of them; the others are ended too.
         """
         box = Mailbox()
-        unfinished = {request.id for request in requests}
-        for request in requests:
-            self._send(wire.Add(request))
-            self._boxes[request.id] = box
-            self.waiting.add(request.id)
+        unfinished: set[str] = set()
+        self.waiting |= {request.id for request in requests}
         try:
+            while not self.is_open.is_set():
+                try:
+                    async with asyncio.timeout(SIGN_OF_LIFE_S):
+                        await self.is_open.wait()
+                except TimeoutError:
+                    yield []
+            for request in requests:
+                self._send(wire.Add(request))
+                self._boxes[request.id] = box
+                unfinished.add(request.id)
             while unfinished:
                 news = await box.take()
                 unfinished -= {id_ for id_, update in news if update.finish_reason is not None}
@@ -175,6 +185,27 @@ class Link:
             for id_ in unfinished:
                 with suppress(TriaxError):
                     self._send(wire.Abort(id_))
+
+    async def pause(self, mode: Literal["abort", "wait", "keep"], timeout_s: float) -> None:
+        """Hold new requests back here; end those that run, wait for them, or freeze them where they are.
+
+        Raises:
+            EngineAbsent: There is no engine.
+            TimeoutError: Those that run do not end in time.
+        """
+        self.is_open.clear()
+        if mode == "abort":
+            await self.ask("pause", timeout_s, mode="abort")
+        if mode != "keep":
+            async with asyncio.timeout(timeout_s):
+                while self._boxes:
+                    await asyncio.sleep(0.01)
+        await self.ask("pause", timeout_s, mode="keep")
+
+    async def resume(self, timeout_s: float) -> None:
+        """Let all requests go on."""
+        await self.ask("resume", timeout_s)
+        self.is_open.set()
 
     async def ask(self, task: wire.Task, timeout_s: float, **arguments: str) -> Any:
         """Ask the engine and return its answer.

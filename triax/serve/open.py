@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import torch
+
 from triax.checkpoint.account import OWN
 from triax.checkpoint.released import load_released
 from triax.checkpoint.run import CHECKPOINTS, load_model
 from triax.checkpoint.sharded import MANIFEST
 from triax.checkpoint.tokenizer import load_tokenizer
+from triax.config.serve import Serve
 from triax.errors import CheckpointError
 from triax.model.device import device_of
 from triax.serve.engine import Engine
@@ -14,13 +17,14 @@ from triax.serve.engine import Engine
 CONFIG = "config.json"
 
 
-def open_engine(folder: Path, device: str = "auto") -> Engine:
+def open_engine(folder: Path, device: str = "auto", settings: Serve | None = None) -> Engine:
     """Load weights and tokenizer and return the engine that uses them.
 
     Args:
         folder: A run (its newest checkpoint is taken), one checkpoint of a run, or a folder in the released layout
             or in ours with its tokenizer's files, in any of the released number formats.
         device: Where the model runs; `auto` is a GPU if there is one.
+        settings: Of the engine; if given, weights become the number format that they name, else stay as they are.
 
     Raises:
         ConfigError: This machine has no such device.
@@ -28,10 +32,18 @@ def open_engine(folder: Path, device: str = "auto") -> Engine:
         DataError: Its tokenizer's files cannot be used.
     """
     place = device_of(device, "device")
+    dtype = None if settings is None else dtype_of(settings, place)
     if (folder / CHECKPOINTS).is_dir() or (folder / MANIFEST).is_file():
-        return Engine(*load_model(folder, place))
+        model, own = load_model(folder, place)
+        return Engine(model if dtype is None else model.to(dtype), own, settings)
     if (folder / CONFIG).is_file() or (folder / OWN).is_file():
         tokenizer = load_tokenizer(folder)
-        return Engine(load_released(folder, device=place).eval(), tokenizer)
+        return Engine(load_released(folder, dtype=dtype, device=place).eval(), tokenizer, settings)
     found = "a folder of something else" if folder.is_dir() else "a file" if folder.exists() else "nothing"
     raise CheckpointError(f"{folder}: holds no model; found {found}; name a run folder, such as runs/tiny")
+
+
+def dtype_of(settings: Serve, device: torch.device) -> torch.dtype:
+    """Return the number format of weights and latents on a device."""
+    by_name = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    return by_name.get(settings.precision) or (torch.bfloat16 if device.type == "cuda" else torch.float32)

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,9 @@ def weights_from(arguments: dict[str, str]) -> Any:
 def facts_of(engine: Any, settings: Serve) -> wire.Facts:
     """Return what the API process must know about an engine."""
     model = engine.model.settings
-    context = min(settings.context or model.context_len, getattr(engine, "max_request_tokens", model.context_len))
+    context = min(settings.context or model.context_len, model.context_len)
+    if pages := engine.metrics().get("pages"):
+        context = min(context, int(pages) * settings.cache.page_tokens)
     if model.vision is None:
         return wire.Facts(model.vocab_size, context, engine.weight_version)
     vision = model.vision
@@ -190,8 +193,10 @@ def engine_of(folder: Path, settings: Serve, report: Report) -> Any:
     report("libraries", 0.0)
     from triax.serve.open import open_engine
 
-    report("weights", 0.1)
-    return open_engine(folder, settings.device)
+    with suppress(ImportError):  # it takes seconds, which no stream should have to wait for later
+        importlib.import_module("xgrammar")
+    report("weights", 0.2)
+    return open_engine(folder, settings.device, settings)
 
 
 if __name__ == "__main__":

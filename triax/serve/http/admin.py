@@ -1,6 +1,7 @@
 """Looking in and steering: `/health`, `/metrics`, `/v1/cache`, and `/admin/…` behind its own key."""
 
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
@@ -11,8 +12,8 @@ from triax.errors import TriaxError
 from triax.serve.http.face import FAULTS, Face, StrictRoute
 from triax.serve.http.fault import Fault, refuse
 from triax.serve.http.schema import PauseRequest, UpdateWeightsRequest
-from triax.serve.wire import Task
 
+T = TypeVar("T")
 SCRAPE_S = 2.0
 """Seconds that the engine gets to tell its figures; without them the server tells its own."""
 TASK_S = 600.0
@@ -25,11 +26,11 @@ def router(face: Face) -> APIRouter:
     routes = APIRouter(route_class=StrictRoute, tags=["operate"])
     link = face.link
 
-    async def ask(task: Task, timeout_s: float = TASK_S, **arguments: str) -> Any:
+    async def in_time(work: Awaitable[T]) -> T:
         try:
-            return await link.ask(task, timeout_s, **arguments)
+            return await work
         except TimeoutError:
-            raise Fault(504, f"engine: no answer; found nothing for {timeout_s:g} s; ask again", code="slow") from None
+            raise Fault(504, "engine: is not done in time; found it still at work; ask again", code="slow") from None
 
     @routes.get("/health", responses={503: {"description": "Not ready; the body says how far loading is."}})
     async def health() -> JSONResponse:
@@ -57,18 +58,18 @@ def router(face: Face) -> APIRouter:
     @routes.get("/v1/cache", responses=FAULTS)
     async def cache() -> Any:
         """Tell what the caches hold."""
-        return await ask("cache", 30.0)
+        return await in_time(link.ask("cache", 30.0))
 
     @routes.post("/admin/pause", responses=FAULTS | CLOSED)
     async def pause(body: PauseRequest) -> dict[str, Any]:
         """Stop stepping: requests that run are ended, finished first, or kept as they are."""
-        await ask("pause", mode=body.mode)
+        await in_time(link.pause(body.mode, TASK_S))
         return {"status": "paused", "mode": body.mode}
 
     @routes.post("/admin/resume", responses=FAULTS | CLOSED)
     async def resume() -> dict[str, Any]:
         """Step again."""
-        await ask("resume")
+        await in_time(link.resume(TASK_S))
         return {"status": "running"}
 
     @routes.post("/admin/update_weights", responses=FAULTS | CLOSED)
@@ -77,7 +78,7 @@ def router(face: Face) -> APIRouter:
         given = body.model_dump(exclude_none=True)
         if len(given) != 1:
             raise refuse(f"path: give either path or shared_memory; found {len(given)}; correct it")
-        told = await ask("update_weights", **given)
+        told = await in_time(link.ask("update_weights", TASK_S, **given))
         if link.facts is not None:
             link.facts = replace(link.facts, weight_version=told["weight_version"])
         return told

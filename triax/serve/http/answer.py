@@ -19,6 +19,7 @@ from triax.serve.request import Request, TokenInfo, Update, Usage
 from triax.serve.text import Stops
 
 T = TypeVar("T")
+MAX_WARNINGS = 32
 OF_ANSWER = ("response", "content")
 ABNORMAL = ("abort", "deadline")
 """Reasons of the engine that no parser knows; they are told as they are."""
@@ -120,13 +121,16 @@ class Turn:
                     rest = "" if isinstance(event, Flag) else self._stops.flush()
                     kept += [*([Content(rest)] if rest else []), event]
         for event in kept:
-            if isinstance(event, Flag):
-                self.warnings.append({"kind": event.kind, "detail": event.detail})
-            elif isinstance(event, ParseError):
-                self.warnings.append({"kind": event.kind, "detail": event.raw})
-            elif isinstance(event, CallEnd) and not event.valid:
-                self.warnings.append({"kind": "invalid_call", "detail": str(event.index)})
+            match event:
+                case Flag(kind, detail) | ParseError(kind, detail):
+                    self._warn(kind, detail)
+                case CallEnd(index, valid) if not valid:
+                    self._warn("invalid_call", str(index))
         return kept
+
+    def _warn(self, kind: str, detail: str) -> None:
+        if len(self.warnings) < MAX_WARNINGS:
+            self.warnings.append({"kind": kind, "detail": detail})
 
     def _end(self, reason: str) -> list[Event]:
         assert self._parser is not None

@@ -96,11 +96,16 @@ def format_of(tokenizer: Tokenizer | KimiTokenizer) -> Format:
 
 
 def check_settings(settings: Serve) -> None:
-    """Refuse settings that would let anybody in by mistake.
+    """Refuse settings that contradict each other.
 
     Raises:
-        ConfigError: An API key opens the admin endpoints too.
+        ConfigError: An API key opens the admin endpoints too, or the queue is longer than the engine's.
     """
+    if settings.http.max_queue > settings.scheduling.max_waiting:
+        raise ConfigError(
+            f"http.max_queue: is more than the engine lets wait; found {settings.http.max_queue} where "
+            f"scheduling.max_waiting is {settings.scheduling.max_waiting}; raise that too"
+        )
     if shared := set(settings.http.api_keys) & set(settings.http.admin_keys):
         raise ConfigError(
             f"http.admin_keys: a client's key must not be an admin's; found {len(shared)} in both lists; use other keys"
