@@ -91,8 +91,8 @@ def test_released_folders_in_their_own_formats_answer_with_their_own_tokenizer(m
     written = [token for one in done for token in one.tokens]
     assert len(written) > 20
     assert not spoken.ends & set(written)
-    logits = engine._next_logits([[1, 2]], engine.model.empty_cache(1))[0]
-    assert set(logits.isneginf().nonzero().flatten().tolist()) == slots
+    assert set(engine.runner.unsaid.tolist()) == slots
+    assert not slots & set(written)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def packed(miniature, spoken, tmp_path_factory):
 
 
 def test_a_converted_folder_answers_as_the_one_it_was_made_from(packed, spoken, tmp_path):
-    options = {"max_tokens": 12, "temperature": 5.0, "seed": [3, 4]}
+    options = {"max_tokens": 12, "temperature": 5.0, "seed": [5, 6]}
     expected = open_engine(packed).generate(["def f", ""], **options)
     assert all(one.tokens and one.text for one in expected)
     for form, config in (("triax", "triax.json"), ("bf16", "config.json")):

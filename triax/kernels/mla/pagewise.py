@@ -1,18 +1,18 @@
-"""Absorbed attention page by page, always in the same order: a token's bits depend on nothing but what it sees.
+"""Absorbed attention in tiles of 64 latents, always in the same order: a token's bits depend on what it sees alone.
 
-Each query meets one page of latents after another with a running maximum and sum, so how many pages the longest
-sequence of the batch has changes nothing for the others.
+Each query meets one tile after another with a running maximum and sum, so how many the longest sequence of the batch
+has changes nothing for the others, and neither does the size of pages.
 """
 
 from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-LANES = 32  # exponentials are taken in multiples of this, so that none falls to scalar code
+KEYS = 64  # latents of a tile
+LANES = 32  # single exponentials are taken so often over, so that none falls to scalar code
 
 
 def attend(
@@ -59,24 +59,28 @@ def _walk(
     query: Tensor, pages: Tensor, tables: Tensor, counts: Tensor, value_dim: int, scale: float
 ) -> Float[Tensor, "T H W"]:
     """Let queries, with a table each or one for all, see the first `counts` latents of theirs."""
-    size, wide = pages.shape[1], query.dtype
-    place = torch.arange(size, device=query.device)
+    size, wide, is_shared = pages.shape[1], query.dtype, len(tables) == 1
+    flat = pages.flatten(0, 1)
+    span = torch.arange(KEYS, device=query.device)
     largest = query.new_full(query.shape[:2], -torch.inf)
     total, mean = query.new_zeros(query.shape[:2]), query.new_zeros(*query.shape[:2], value_dim)
-    for column in range(-(-int(counts.max()) // size)):
-        going = (counts > column * size).nonzero().squeeze(-1)
-        page = pages[tables[:, column]] if len(tables) == 1 else pages[tables[going, column]]
-        written = counts.max()[None] if len(tables) == 1 else counts[going]
-        unwritten = place >= (written - column * size)[:, None]  # whatever lies there, even NaN, counts nothing
-        page = page.to(wide).masked_fill(unwritten[..., None], 0).expand(len(going), -1, -1)
-        logit = torch.bmm(query[going], page.transpose(1, 2)) * scale
-        beyond = place >= (counts[going] - column * size)[:, None]
-        logit = F.pad(logit.masked_fill_(beyond[:, None], -torch.inf), (0, -size % LANES), value=-torch.inf)
+    for first in range(0, int(counts.max()), KEYS):
+        going = (counts > first).nonzero().squeeze(-1)
+        left = (counts[going] - first)[:, None]
+        place = first + span
+        table = tables if is_shared else tables[going]
+        column = (place // size).clamp(max=table.shape[1] - 1)
+        seen = flat[table[:, column] * size + place % size].to(wide)
+        written = left.max()[None] if is_shared else left
+        # whatever lies past what was written, even NaN, counts nothing
+        seen = seen.masked_fill((span >= written)[..., None], 0).expand(len(going), -1, -1)
+        logit = torch.bmm(query[going], seen.transpose(1, 2)) * scale
+        logit.masked_fill_((span >= left)[:, None], -torch.inf)
         before = largest[going]
         now = torch.maximum(before, logit.amax(-1))
         faded = (before - now)[..., None].expand(-1, -1, LANES).contiguous().exp_()[..., 0]
         weight = (logit - now[..., None]).exp_()
         largest[going] = now
         total[going] = total[going] * faded + weight.sum(-1)
-        mean[going] = mean[going] * faded[..., None] + torch.bmm(weight[..., :size], page[..., :value_dim])
+        mean[going] = mean[going] * faded[..., None] + torch.bmm(weight, seen[..., :value_dim])
     return mean / total[..., None]
