@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triax.config import model as config
+from triax.kernels import rms_norm
 from triax.kernels.kda import kda, stepped
 from triax.kernels.kda.slots import UNIT_EPS, Projected
 from triax.kernels.short_conv import gathered, short_conv
@@ -85,8 +86,9 @@ class KDA(KeepsFp32):
             result = kda(*self._activate(mixed, inputs), state, layout.starts, lowest_log_decay=self._lowest())
             if cache is not None:
                 cache.state, cache.window = result.state.detach(), window.detach().to(cache.window.dtype)
-            read = self._gated(result.read, inputs.gate)
-        return self.output(read.flatten(-2).to(hidden.dtype))
+            read = result.read
+        gated = rms_norm.gated(read, inputs.gate, self.norm.weight, self.norm.eps, hidden.dtype)
+        return self.output(gated.flatten(-2))
 
     def _project(self, hidden: Tensor) -> Projected:
         heads = (self.settings.num_heads, self.settings.head_dim)
@@ -131,9 +133,6 @@ class KDA(KeepsFp32):
         """Return the log of what each key channel keeps of each token's input."""
         return self._log_decay(self.decay_up(self.decay_down(hidden)).unflatten(-1, (self.settings.num_heads, -1)))
 
-    def _gated(self, read: Float[Tensor, "T H V"], gate: Float[Tensor, "T H V"]) -> Float[Tensor, "T H V"]:
-        return self.norm(read) * at_least_fp32(gate).sigmoid()
-
     def _over_slots(self, inputs: Projected, cache: KdaSlots) -> Float[Tensor, "T H V"]:
         """Continue sequences whose states lie in slots: a token at a time while few are new, else in chunks."""
         memory, starts = cache.memory, cache.memory.layout.starts
@@ -167,7 +166,7 @@ class KDA(KeepsFp32):
         slots = memory.slots[final]
         cache.state[slots] = state[final].to(cache.state.dtype)
         cache.window[slots] = window[final].to(cache.window.dtype)
-        return self._gated(read, inputs.gate)
+        return read
 
     def matrices(self) -> Blocks:
         """Return the logical matrices for the optimiser: one a head where rows belong to heads.
