@@ -1,0 +1,1 @@
+"""Sandboxes under the interfaces of other people's tools."""

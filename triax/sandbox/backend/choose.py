@@ -1,0 +1,74 @@
+"""Which backend makes the machines: the one that was named, or the strongest that this host can run."""
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import cast
+
+from triax.errors import SandboxError
+from triax.sandbox.protocol import Backend, Check
+
+PLACES = {
+    "qemu": "triax.sandbox.backend.qemu:QemuBackend",
+    "gvisor": "triax.sandbox.backend.gvisor:GvisorBackend",
+    "namespace": "triax.sandbox.backend.namespace:NamespaceBackend",
+    "firecracker": "triax.sandbox.backend.firecracker:FirecrackerBackend",
+    "process": "triax.sandbox.backend.process:ProcessBackend",
+}
+"""Module and class of each backend, imported only when it is wanted."""
+
+STRONGEST_FIRST = ("qemu", "gvisor", "namespace")
+
+
+def make(name: str, root: Path, *, unsafe: bool = False) -> Backend:
+    """Return a backend by its name, whether this host can run it or not.
+
+    Args:
+        name: A key of `PLACES`.
+        root: Where the files of its machines lie; on the file system that snapshots lie on.
+        unsafe: For `process`: that it isolates nothing is wanted.
+
+    Raises:
+        SandboxError: There is no such backend, or it needs what is not installed; kind `refused`.
+    """
+    if name not in PLACES:
+        raise SandboxError(f"backend `{name}`: not known; choose one of {', '.join(PLACES)}", "refused")
+    module, _, kind = PLACES[name].partition(":")
+    try:
+        backend = cast(Callable[..., Backend], getattr(import_module(module), kind))
+    except ModuleNotFoundError as problem:
+        raise SandboxError(
+            f"backend `{name}`: needs the module `{problem.name}`; install `triax[sandbox]`", "refused"
+        ) from problem
+    return backend(root, unsafe=unsafe) if name == "process" else backend(root)
+
+
+async def choose(name: str, root: Path, *, unsafe: bool = False) -> Backend:
+    """Return a backend that this host can run.
+
+    Args:
+        name: A key of `PLACES`, or `auto` for the strongest of qemu, gvisor and namespace.
+        root: Where the files of its machines lie.
+        unsafe: For `process`: that it isolates nothing is wanted.
+
+    Raises:
+        SandboxError: It, or none of them, can run here; the message names what is missing.
+    """
+    missing = []
+    for one in STRONGEST_FIRST if name == "auto" else (name,):
+        try:
+            backend = make(one, root, unsafe=unsafe)
+        except SandboxError:
+            if name != "auto":
+                raise
+            continue
+        failed = [check for check in await backend.checks() if not check.ok]
+        if not failed:
+            return backend
+        missing.append(f"{one} lacks {told(failed[0])}")
+    raise SandboxError(f"backend `{name}`: cannot run here; {'; '.join(missing)}", "refused")
+
+
+def told(check: Check) -> str:
+    """Return a failed check in words."""
+    return f"{check.name} (found {check.found}; {check.to_do})"
