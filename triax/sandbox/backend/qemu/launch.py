@@ -212,7 +212,7 @@ class Emulator:
             while self.process.poll() is None and time.monotonic() < give_up:
                 await asyncio.sleep(0.002)
         if self._monitor is not None:
-            self._monitor.close()
+            await self._monitor.close()
         if self._channel is not None:
             self._channel.end("the machine was ended")
 

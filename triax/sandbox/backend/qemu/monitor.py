@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+from contextlib import suppress
 from typing import Any
 
 from triax.errors import SandboxError
@@ -30,7 +31,10 @@ class Monitor:
         try:
             await asyncio.wait_for(monitor._line(), within_s)
             await monitor.run("qmp_capabilities", within_s=within_s)
-        except TimeoutError:
+        except BaseException as problem:
+            await monitor.close()
+            if not isinstance(problem, TimeoutError):
+                raise
             raise SandboxError(f"qemu: its monitor did not answer in {within_s:g} s; the host is overloaded") from None
         return monitor
 
@@ -50,7 +54,7 @@ class Monitor:
                     if "error" in answer:
                         raise SandboxError(f"qemu: refused `{command}`; it said: {answer['error'].get('desc', '')}")
             except TimeoutError:
-                self.close()  # a late answer would be taken for that of the next command
+                await self.close()  # a late answer would be taken for that of the next command
                 raise SandboxError(f"qemu: gave no answer to `{command}` in {within_s:g} s") from None
             except (ConnectionError, OSError) as problem:
                 raise SandboxError(f"qemu: its monitor is gone; {problem}") from None
@@ -64,6 +68,8 @@ class Monitor:
             raise SandboxError("qemu: its monitor is gone; the emulator ended")
         return json.loads(line)
 
-    def close(self) -> None:
-        """Close the connection."""
+    async def close(self) -> None:
+        """Close the connection; may be called again."""
         self._writer.close()
+        with suppress(OSError):
+            await self._writer.wait_closed()
