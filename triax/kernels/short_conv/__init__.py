@@ -1,7 +1,9 @@
 """Short causal convolution: each channel sees a few tokens of its own past."""
 
 import os
+import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from jaxtyping import Float
 from torch import Tensor
@@ -16,5 +18,15 @@ def short_conv(
     starts: Sequence[int],
 ) -> tuple[Float[Tensor, "T C"], Float[Tensor, "N past C"]]:
     """Weigh each token and those before it in its sequence, then apply SiLU; see `reference.short_conv`."""
-    path = reference if os.environ.get("TRIAX_KERNELS") == "reference" else shifted
-    return path.short_conv(hidden, weight, window, starts)
+    if os.environ.get("TRIAX_KERNELS") == "reference":
+        return reference.short_conv(hidden, weight, window, starts)
+    if hidden.is_cuda:
+        reason = "an installation without Triton"
+        if find_spec("triton") is not None:
+            from triax.kernels.short_conv import fused
+
+            reason = fused.unsupported(hidden, weight, window)
+            if reason is None:
+                return fused.short_conv(hidden, weight, window, starts)
+        warnings.warn(f"kernels.short_conv: no GPU kernel for {reason}; torch's operations run", stacklevel=2)
+    return shifted.short_conv(hidden, weight, window, starts)

@@ -26,8 +26,16 @@ def short_conv(
     places = _places(tuple(starts), weight.shape[1], str(hidden.device))
     window = window.to(hidden.dtype)
     output = _ShortConv.apply(hidden, weight, window, places)
+    return output, next_window(hidden, window, tuple(starts), weight.shape[1])
+
+
+def next_window(
+    hidden: Float[Tensor, "T C"], window: Float[Tensor, "N past C"], starts: tuple[int, ...], num_taps: int
+) -> Float[Tensor, "N past C"]:
+    """Return the inputs before the token that will follow each sequence; `window` has those before its first."""
+    places = _places(starts, num_taps, str(hidden.device))
     seen = torch.cat([window.flatten(0, 1), hidden.index_select(0, places.last)])
-    return output, seen[places.next_window]
+    return seen[places.next_window]
 
 
 class _Places(NamedTuple):
