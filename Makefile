@@ -5,6 +5,7 @@ BIN := .venv/bin
 BASE := .venv/.base
 DEV := .venv/.dev
 DOCS := .venv/.docs
+PACKAGES := .venv/.packages
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 RUN := runs/demo
 
@@ -37,7 +38,13 @@ $(DOCS): pyproject.toml | $(BASE)
 	$(PIP) -e '.[docs]'
 	@touch $@
 
-setup: $(DEV)
+# the virtual machines, sandboxes and browser that tests drive; says what is missing where it may not install them
+$(PACKAGES): tools/system-packages.sh | .venv/bin/python
+	sh tools/system-packages.sh sandbox
+	sh tools/system-packages.sh browser
+	@touch $@
+
+setup: $(DEV) $(PACKAGES)
 	@echo 'ready: $(BIN)/triax --help'
 
 demo: $(BASE)
@@ -58,10 +65,10 @@ check: $(DEV)
 	$(BIN)/lint-imports
 	$(BIN)/typos
 
-test: check
+test: check $(PACKAGES)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 
-soak: $(DEV)
+soak: $(DEV) $(PACKAGES)
 	$(BIN)/python -m pytest -q -m "not soak and not gpu and not compiled" --hypothesis-profile=soak --timeout=7200
 	$(BIN)/python -m pytest -q -o addopts="--import-mode=importlib --strict-markers" -m "soak or compiled" --timeout=7200
 
