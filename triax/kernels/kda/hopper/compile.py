@@ -50,7 +50,12 @@ def binary(name: str, defines: tuple[tuple[str, str | int], ...]) -> bytes:
     """
     from cuda.bindings import nvrtc
 
-    options = ["--gpu-architecture=sm_90a", "-std=c++17", *(f"-D{key}={value}" for key, value in defines)]
+    options = [
+        "--gpu-architecture=sm_90a",
+        "-std=c++17",
+        "-default-device",
+        *(f"-D{key}={value}" for key, value in defines),
+    ]
     program = _checked(nvrtc.nvrtcCreateProgram(source(name).encode(), f"{name}.cu".encode(), 0, [], []))
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:

@@ -10,13 +10,20 @@
 
 constexpr int STATE = 0, D_STATE = 2 * TILE, WRITTEN = 4 * TILE, ERRORS = 6 * TILE, D_READ = 8 * TILE;
 constexpr int QUERY = 10 * TILE, KEY = 11 * TILE, PAIRS = 12 * TILE, SMALL = 14 * TILE;
-// Once the products with states are done: factors of pairs in their place, sums and results in those of others.
-constexpr int COLUMNS = 0, QUERY_ROWS = TILE, KEY_ROWS = 2 * TILE, SECOND_ROWS = 3 * TILE, SUMS = WRITTEN;
-constexpr int D_QUERY = D_READ, D_KEY = D_READ + TILE, D_GATE = WRITTEN + TILE;
+// Once the products with the state are done: factors of pairs in the places of their operands, sums, results.
+constexpr int COLUMNS = STATE, QUERY_ROWS = STATE + TILE, KEY_ROWS = D_READ, SECOND_ROWS = D_READ + TILE;
+constexpr int SUMS = ERRORS, D_QUERY = ERRORS + TILE;
+// Once all products are.
+constexpr int GATES_IN = D_STATE, D_KEY = D_STATE + TILE, D_GATE = WRITTEN;
 
 DEVICE float number(float x) { return x; }
 DEVICE float number(bf16 x) { return __uint_as_float((u32)x << 16); }
-DEVICE float sigmoid(float x) { return 1.f / (1.f + power(-1.4426950408889634f * x)); }
+// Not kept by the compiler where it is used again: registers are dearer here.
+DEVICE float power_anew(float x) {
+    float y;
+    asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 DEVICE void cell_in(u32 to, const bf16* from, bool live) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(live ? 16 : 0) : "memory");
 }
@@ -32,23 +39,10 @@ DEVICE u32 of_fragment(u32 tile) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = ((lane >> 4) << 3) + (lane & 7);
     return tile + t * 128 + (((2 * warp + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
 }
-// Tokens 16 first … of a tile as packed fragments, and back.
-template <int N>
-DEVICE void fragments(u32* x, u32 tile, int first = 0) {
-    u32 at = of_fragment(tile);
-#pragma unroll
-    for (int j = 0; j < N; j++) {
-        u32 four[4];
-        load_transposed(four, at + (first + j) * 2048);
-#pragma unroll
-        for (int i = 0; i < 4; i++) x[4 * j + i] = four[i];
-    }
-}
-template <int N>
-DEVICE void put_fragments(u32 tile, const u32* x) {
-    u32 at = of_fragment(tile);
-#pragma unroll
-    for (int j = 0; j < N; j++) store_transposed(at + j * 2048, x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
+// Sixteen tokens of a tile as packed fragments, and back.
+DEVICE void fragment(u32 (&x)[4], u32 tile, int j) { load_transposed(x, of_fragment(tile) + j * 2048); }
+DEVICE void put_fragment(u32 tile, const u32 (&x)[4], int j) {
+    store_transposed(of_fragment(tile) + j * 2048, x[0], x[1], x[2], x[3]);
 }
 // Sums over a warp's channels of numbers [16] of tokens 8 b + 2 l + e; kept by warp and token.
 DEVICE void sum_channels(float* sums, float (&x)[16]) {
@@ -96,24 +90,44 @@ extern "C" __global__ void __launch_bounds__(128, 2)
     rows_in(at + D_READ + TILE, d_read + start * d_token + h * d_head + 64, d_token, rows);
     rows_in(at + QUERY, q + start * q_token + h * q_head + 64 * half, q_token, rows);
     rows_in(at + KEY, k + start * k_token + h * k_head + 64 * half, k_token, rows);
-    const GATE* gate_at = gates + start * g_token + h * g_head + channel;
     float x[32], full[2][2];  // log decays since the middle of the tile; of either row's tiles
+#if RAW
+    rows_in(at + PAIRS + TILE, gates + start * g_token + h * g_head + 64 * half, g_token, rows);
+#else
+    {
+        const GATE* from = gates + (start + 2 * l) * g_token + h * g_head + channel;
 #pragma unroll
-    for (int i = 0; i < 32; i++) {
-        int t = 8 * (i >> 2) + 2 * l + (i & 1);
-        x[i] = t < rows ? number(gate_at[t * g_token + 4 * (i & 2)]) : 0.f;
+        for (int b = 0; b < 8; b++, from += 8 * g_token) {
+            int t = 8 * b + 2 * l;
+            x[4 * b] = t < rows ? number(from[0]) : 0.f, x[4 * b + 2] = t < rows ? number(from[8]) : 0.f;
+            const GATE* next = from + g_token;
+            x[4 * b + 1] = t + 1 < rows ? number(next[0]) : 0.f, x[4 * b + 3] = t + 1 < rows ? number(next[8]) : 0.f;
+        }
     }
+#endif
     if (thread < ROWS) {
         float b = thread < rows ? number(betas[(start + thread) * b_token + h * b_head]) : 0.f;
         beta[thread] = RAW && thread < rows ? sigmoid(b) : b;
         if (RAW) ((float2*)scale)[thread] = ((const float2*)scales)[(i64)slot * ROWS + thread];
     }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    shared_to_async();
+    __syncthreads();
 #if RAW
     float rate = power(rates[h] * 1.4426950408889634f);
     float bias[2] = {biases[h * 128 + channel], biases[h * 128 + channel + 8]};
 #pragma unroll
-    for (int i = 0; i < 32; i++)
-        x[i] = 8 * (i >> 2) + 2 * l + (i & 1) < rows ? lowest * sigmoid(rate * (x[i] + bias[(i >> 1) & 1])) : 0.f;
+    for (int j = 0; j < 4; j++) {
+        u32 four[4];
+        fragment(four, at + PAIRS + TILE, j);
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            int i = 8 * j + e, t = 8 * (i >> 2) + 2 * l + (i & 1);
+            float z = (e & 1 ? high(four[e >> 1]) : low(four[e >> 1])) + bias[(e >> 1) & 1];
+            x[i] = t < rows ? lowest * sigmoid(rate * z) : 0.f;
+        }
+    }
+    __syncthreads();  // pairs come where the gates were
 #endif
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -137,14 +151,22 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #pragma unroll
     for (int r = 0; r < 2; r++)
         half_first[r] = power(0.5f * full[r][0]), half_second[r] = power(0.5f * full[r][1]);
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    shared_to_async();
-    __syncthreads();
     barrier_wait(loaded, 0);
+#if RAW
+    if (thread == 0) barrier_expect(loaded, 512);  // next it counts what the other half sends
+#endif
 
     u32 query[16], key[16];
-    fragments<4>(query, at + QUERY);
-    fragments<4>(key, at + KEY);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        u32 four[4];
+        fragment(four, at + QUERY, j);
+#pragma unroll
+        for (int i = 0; i < 4; i++) query[4 * j + i] = four[i];
+        fragment(four, at + KEY, j);
+#pragma unroll
+        for (int i = 0; i < 4; i++) key[4 * j + i] = four[i];
+    }
     auto query_at = [&](int i) {
         float2 s = RAW ? make_float2(scale[2 * (8 * (i >> 1) + 2 * l)], scale[2 * (8 * (i >> 1) + 2 * l) + 2])
                        : make_float2(1.f, 1.f);
@@ -180,14 +202,13 @@ extern "C" __global__ void __launch_bounds__(128, 2)
                 pack(t > c ? overlaps[2 * i] : 0.f, t > c + 1 ? overlaps[2 * i + 1] : 0.f);
         }
     }
-    float of_query[32], of_row[32], hat[32];
+    float of_query[32], of_row[32];
     products_begin();
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         int k16 = (i >> 2) * TILE + (i & 3) * 32;
         product<1, 0>(of_query, describe(at + STATE + 2048 * i), describe(at + D_READ + k16), i);
         product<1, 0>(of_row, describe(at + STATE + 2048 * i), describe(at + ERRORS + k16), i);
-        product<1, 0>(hat, describe(at + D_STATE + 2048 * i), describe(at + WRITTEN + k16), i);
     }
     products_commit();
 
@@ -221,45 +242,35 @@ extern "C" __global__ void __launch_bounds__(128, 2)
     products_wait<0>();
     __syncthreads();
 #if RAW
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");  // the other half may write into the sums
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // the other half may write into the sums
 #endif
 
     float* sums = (float*)(shared + SUMS);  // of states, beta, query and key: [4 warps, 64] each
     *(float2*)(sums + 64 * warp + 2 * lane) = both;
-    {
-        u32 rows_of[16], second[8];
 #pragma unroll
-        for (int i = 0; i < 16; i++) {
-            float2 a = key_at(i);
-            rows_of[i] = pack(a.x * power(-x[2 * i]), a.y * power(-x[2 * i + 1]));
-        }
-        put_fragments<4>(at + COLUMNS, rows_of);
+    for (int j = 0; j < 4; j++) {
+        u32 columns[4], of_q[4], of_k[4], second_q[4], second_k[4];
 #pragma unroll
-        for (int i = 0; i < 16; i++) {
-            float2 a = query_at(i);
-            a.x *= power(x[2 * i]), a.y *= power(x[2 * i + 1]);
-            if (i >= 8) {
-                second[i & 7] = pack(a.x, a.y);
-                a.x *= half_second[i & 1], a.y *= half_second[i & 1];
-                a.x *= half_first[i & 1], a.y *= half_first[i & 1];
+        for (int e = 0; e < 4; e++) {
+            int i = 4 * j + e, r = e & 1;
+            float2 a = query_at(i), b = key_at(i), w = beta_at(i);
+            float up0 = power_anew(x[2 * i]), up1 = power_anew(x[2 * i + 1]);
+            columns[e] = pack(b.x * power_anew(-x[2 * i]), b.y * power_anew(-x[2 * i + 1]));
+            a.x *= up0, a.y *= up1, b.x *= -w.x * up0, b.y *= -w.y * up1;
+            if (j >= 2) {
+                second_q[e] = pack(a.x, a.y), second_k[e] = pack(b.x, b.y);
+                a.x = a.x * half_second[r] * half_first[r], a.y = a.y * half_second[r] * half_first[r];
+                b.x = b.x * half_second[r] * half_first[r], b.y = b.y * half_second[r] * half_first[r];
             }
-            rows_of[i] = pack(a.x, a.y);
+            of_q[e] = pack(a.x, a.y), of_k[e] = pack(b.x, b.y);
         }
-        put_fragments<4>(at + QUERY_ROWS, rows_of);
-        put_fragments<2>(at + SECOND_ROWS, second);
-#pragma unroll
-        for (int i = 0; i < 16; i++) {
-            float2 a = key_at(i), b = beta_at(i);
-            a.x *= -b.x * power(x[2 * i]), a.y *= -b.y * power(x[2 * i + 1]);
-            if (i >= 8) {
-                second[i & 7] = pack(a.x, a.y);
-                a.x *= half_second[i & 1], a.y *= half_second[i & 1];
-                a.x *= half_first[i & 1], a.y *= half_first[i & 1];
-            }
-            rows_of[i] = pack(a.x, a.y);
+        put_fragment(at + COLUMNS, columns, j);
+        put_fragment(at + QUERY_ROWS, of_q, j);
+        put_fragment(at + KEY_ROWS, of_k, j);
+        if (j >= 2) {
+            put_fragment(at + SECOND_ROWS, second_q, j - 2);
+            put_fragment(at + SECOND_ROWS + TILE / 2, second_k, j - 2);
         }
-        put_fragments<4>(at + KEY_ROWS, rows_of);
-        put_fragments<2>(at + SECOND_ROWS + TILE / 2, second);
     }
     shared_to_async();
     __syncthreads();
@@ -275,42 +286,50 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         products_commit();
         products_wait<0>();
     };
-    // A row's decay since the anchor of the first tile's columns.
-    auto since_first = [&](int i) {
-        float2 up = make_float2(power(x[2 * i]), power(x[2 * i + 1]));
-        if (i >= 8) {
-            up.x = up.x * half_second[i & 1] * half_first[i & 1];
-            up.y = up.y * half_second[i & 1] * half_first[i & 1];
-        }
-        return up;
-    };
     float dot[16];
+    // Adds what a row gets from pairs to what it gets from the state, [16 channels, 16 tokens] at a time: `visit` gets
+    // both for two tokens each, and what they are worth to the gates.
+    auto rows_done = [&](const float (&state)[32], const float (&one)[32], const float (&two)[16], u32 factors, u32 second,
+                         auto&& visit) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            u32 far[4], near[4];
+            fragment(far, factors, j);
+            if (j >= 2) fragment(near, second, j - 2);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                int i = 4 * j + e, r = e & 1;
+                float up0 = power_anew(x[2 * i]), up1 = power_anew(x[2 * i + 1]), p0 = 0.f, p1 = 0.f;
+                float g0 = low(far[e]) * one[2 * i], g1 = high(far[e]) * one[2 * i + 1];
+                if (j >= 2) {
+                    float t0 = two[2 * (i & 7)], t1 = two[2 * (i & 7) + 1];
+                    p0 = t0 * up0, p1 = t1 * up1;
+                    g0 += low(near[e]) * t0, g1 += high(near[e]) * t1;
+                    up0 = up0 * half_second[r] * half_first[r], up1 = up1 * half_second[r] * half_first[r];
+                }
+                p0 += one[2 * i] * up0, p1 += one[2 * i + 1] * up1;
+                visit(i, state[2 * i] * (up0 * half_first[r]), state[2 * i + 1] * (up1 * half_first[r]), p0, p1, g0, g1);
+            }
+        }
+    };
     {
         float one[32], two[16];
-        u32 factors[16], second[8], result[16];
+        u32 result[16];
         pairs_of_rows(one, two, at + PAIRS);
-        fragments<4>(factors, at + QUERY_ROWS);
-        fragments<2>(second, at + SECOND_ROWS);
 #pragma unroll
         for (int i = 0; i < 16; i++) dot[i] = 0.f;
-#pragma unroll
-        for (int i = 0; i < 16; i++) {
-            float2 a = query_at(i), b = key_at(i), d = own_at(i), up = since_first(i);
-            float s0 = of_query[2 * i] * (up.x * half_first[i & 1]);
-            float s1 = of_query[2 * i + 1] * (up.y * half_first[i & 1]);
-            float p0 = one[2 * i] * up.x, p1 = one[2 * i + 1] * up.y;
-            of_query[2 * i] = a.x * s0 + low(factors[i]) * one[2 * i];
-            of_query[2 * i + 1] = a.y * s1 + high(factors[i]) * one[2 * i + 1];
-            if (i >= 8) {
-                p0 += two[2 * (i & 7)] * power(x[2 * i]), p1 += two[2 * (i & 7) + 1] * power(x[2 * i + 1]);
-                of_query[2 * i] += low(second[i & 7]) * two[2 * (i & 7)];
-                of_query[2 * i + 1] += high(second[i & 7]) * two[2 * (i & 7) + 1];
-            }
+        auto visit = [&](int i, float s0, float s1, float p0, float p1, float g0, float g1) {
+            float2 a = query_at(i), b = key_at(i), d = own_at(i);
+            of_query[2 * i] = a.x * s0 + g0, of_query[2 * i + 1] = a.y * s1 + g1;
             p0 += s0 + d.x * b.x, p1 += s1 + d.y * b.y;
             dot[i & ~1] += a.x * p0, dot[i | 1] += a.y * p1;
             result[i] = pack(p0, p1);
-        }
-        put_fragments<4>(at + D_QUERY, result);
+            if ((i & 3) == 3) {
+                u32 four[4] = {result[i - 3], result[i - 2], result[i - 1], result[i]};
+                put_fragment(at + D_QUERY, four, i >> 2);
+            }
+        };
+        rows_done(of_query, one, two, at + QUERY_ROWS, at + SECOND_ROWS, visit);
 #if RAW
         sum_channels(sums + 512, dot);
 #endif
@@ -318,36 +337,27 @@ extern "C" __global__ void __launch_bounds__(128, 2)
     float(&d_decay)[32] = of_query;
     {
         float one[32], two[16];
-        u32 factors[16], second[8];
         pairs_of_rows(one, two, at + PAIRS + TILE);
-        fragments<4>(factors, at + KEY_ROWS);
-        fragments<2>(second, at + SECOND_ROWS + TILE / 2);
 #pragma unroll
         for (int i = 0; i < 16; i++) dot[i] = 0.f;
-#pragma unroll
-        for (int i = 0; i < 16; i++) {
-            float2 b = key_at(i), w = beta_at(i), up = since_first(i);
-            float s0 = of_row[2 * i] * (up.x * half_first[i & 1]);
-            float s1 = of_row[2 * i + 1] * (up.y * half_first[i & 1]);
-            float p0 = one[2 * i] * up.x, p1 = one[2 * i + 1] * up.y;
-            d_decay[2 * i] += -w.x * b.x * s0 + low(factors[i]) * one[2 * i];
-            d_decay[2 * i + 1] += -w.y * b.y * s1 + high(factors[i]) * one[2 * i + 1];
-            if (i >= 8) {
-                p0 += two[2 * (i & 7)] * power(x[2 * i]), p1 += two[2 * (i & 7) + 1] * power(x[2 * i + 1]);
-                d_decay[2 * i] += low(second[i & 7]) * two[2 * (i & 7)];
-                d_decay[2 * i + 1] += high(second[i & 7]) * two[2 * (i & 7) + 1];
-            }
+        auto visit = [&](int i, float s0, float s1, float p0, float p1, float g0, float g1) {
+            float2 b = key_at(i), w = beta_at(i);
+            d_decay[2 * i] += g0 - w.x * b.x * s0, d_decay[2 * i + 1] += g1 - w.y * b.y * s1;
             p0 += s0, p1 += s1;
             dot[i & ~1] += b.x * p0, dot[i | 1] += b.y * p1;
             of_row[2 * i] = -w.x * p0, of_row[2 * i + 1] = -w.y * p1;
-        }
+        };
+        rows_done(of_row, one, two, at + KEY_ROWS, at + SECOND_ROWS + TILE / 2, visit);
         sum_channels(sums + 256, dot);
     }
     float last[2] = {0.f, 0.f};  // what every gate of the chunk gets
     {
-        float one[16], two[16];
-        u32 factors[16], result[16];
+        float hat[32], one[16], two[16];
         products_begin();
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            product<1, 0>(hat, describe(at + D_STATE + 2048 * i),
+                          describe(at + WRITTEN + (i >> 2) * TILE + (i & 3) * 32), i);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             product<1, 1>(one, describe(at + QUERY_ROWS + 2048 * i), describe(at + PAIRS + 2048 * i), i);
@@ -361,25 +371,35 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         }
         products_commit();
         products_wait<0>();
-        fragments<4>(factors, at + COLUMNS);
+        __syncthreads();
+#if RAW
+        rows_in(at + GATES_IN, gates + start * g_token + h * g_head + 64 * half, g_token, rows);
 #pragma unroll
         for (int i = 0; i < 16; i++) dot[i] = 0.f;
+#endif
 #pragma unroll
-        for (int i = 0; i < 16; i++) {
-            float2 a = query_at(i), b = key_at(i), d = own_at(i);
-            int r = i & 1;
-            float down0 = power(-x[2 * i]), down1 = power(-x[2 * i + 1]);
-            float far = i >= 8 ? half_second[r] : half_first[r] * half_second[r] * half_second[r];
-            float h0 = hat[2 * i] * (down0 * far), h1 = hat[2 * i + 1] * (down1 * far);
-            float c0 = i >= 8 ? two[2 * (i & 7)] : one[2 * i], c1 = i >= 8 ? two[2 * (i & 7) + 1] : one[2 * i + 1];
-            last[r] += b.x * h0 + b.y * h1;
-            d_decay[2 * i] -= b.x * h0 + low(factors[i]) * c0;
-            d_decay[2 * i + 1] -= b.y * h1 + high(factors[i]) * c1;
-            float p0 = of_row[2 * i] + h0 + c0 * down0 + d.x * a.x, p1 = of_row[2 * i + 1] + h1 + c1 * down1 + d.y * a.y;
-            dot[i & ~1] += b.x * p0, dot[i | 1] += b.y * p1;
-            result[i] = pack(p0, p1);
+        for (int j = 0; j < 4; j++) {
+            u32 factors[4], result[4];
+            fragment(factors, at + COLUMNS, j);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                int i = 4 * j + e, r = e & 1;
+                float2 a = query_at(i), b = key_at(i), d = own_at(i);
+                float down0 = power_anew(-x[2 * i]), down1 = power_anew(-x[2 * i + 1]);
+                float far = j >= 2 ? half_second[r] : half_first[r] * half_second[r] * half_second[r];
+                float h0 = hat[2 * i] * (down0 * far), h1 = hat[2 * i + 1] * (down1 * far);
+                float c0 = j >= 2 ? two[2 * (i & 7)] : one[2 * (i & 7)];
+                float c1 = j >= 2 ? two[2 * (i & 7) + 1] : one[2 * (i & 7) + 1];
+                last[r] += b.x * h0 + b.y * h1;
+                d_decay[2 * i] -= b.x * h0 + low(factors[e]) * c0;
+                d_decay[2 * i + 1] -= b.y * h1 + high(factors[e]) * c1;
+                float p0 = of_row[2 * i] + h0 + c0 * down0 + d.x * a.x;
+                float p1 = of_row[2 * i + 1] + h1 + c1 * down1 + d.y * a.y;
+                if (RAW) dot[i & ~1] += b.x * p0, dot[i | 1] += b.y * p1;
+                result[e] = pack(p0, p1);
+            }
+            put_fragment(at + D_KEY, result, j);
         }
-        put_fragments<4>(at + D_KEY, result);
 #if RAW
         sum_channels(sums + 768, dot);
 #endif
@@ -401,19 +421,25 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         }
     }
 #if RAW
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
     float of_bias[2] = {0.f, 0.f}, of_rate = 0.f;
-    u32 result[16];
 #pragma unroll
-    for (int i = 0; i < 32; i++) {
-        int t = 8 * (i >> 2) + 2 * l + (i & 1), r = (i >> 1) & 1;
-        float z = t < rows ? number(gate_at[t * g_token + 8 * r]) + bias[r] : 0.f, p = sigmoid(rate * z);
-        float d = t < rows ? d_decay[i] * lowest * p * (1.f - p) * rate : 0.f;
-        of_bias[r] += d, of_rate += d * z;
-        d_decay[i] = d;
+    for (int j = 0; j < 4; j++) {
+        u32 four[4], result[4];
+        fragment(four, at + GATES_IN, j);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            int i = 4 * j + e, t = 8 * (i >> 1) + 2 * l, r = e & 1;
+            float z0 = low(four[e]) + bias[r], z1 = high(four[e]) + bias[r];
+            float p0 = sigmoid(rate * z0), p1 = sigmoid(rate * z1);
+            float d0 = t < rows ? d_decay[2 * i] * (lowest * rate) * p0 * (1.f - p0) : 0.f;
+            float d1 = t + 1 < rows ? d_decay[2 * i + 1] * (lowest * rate) * p1 * (1.f - p1) : 0.f;
+            of_bias[r] += d0 + d1, of_rate += d0 * z0 + d1 * z1;
+            result[e] = pack(d0, d1);
+        }
+        put_fragment(at + D_GATE, result, j);
     }
-#pragma unroll
-    for (int i = 0; i < 16; i++) result[i] = pack(d_decay[2 * i], d_decay[2 * i + 1]);
-    put_fragments<4>(at + D_GATE, result);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         of_bias[r] += __shfl_xor_sync(~0u, of_bias[r], 1);
@@ -427,20 +453,26 @@ extern "C" __global__ void __launch_bounds__(128, 2)
     float* peer = sums + 1024;
     __syncthreads();
     {
-        int t = thread & 63;
-        u32 to;
+        float mine = of_warps(sums + (thread < 64 ? 512 : 768), thread & 63);
+        u32 to, there;
         asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(peer + thread)), "r"(half ^ 1));
-        float mine = of_warps(sums + (thread < 64 ? 512 : 768), t);
-        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(mine) : "memory");
-        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(loaded), "r"(half ^ 1));
+        asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(mine),
+                     "r"(there)
+                     : "memory");
+        barrier_wait(loaded, 1);
     }
 #else
-    GATE* to = dg + (start * heads + h) * 128 + channel;
+    {
+        GATE* to = dg + ((start + 2 * l) * heads + h) * 128 + channel;
+        i64 apart = (i64)heads * 128;
 #pragma unroll
-    for (int i = 0; i < 32; i++) {
-        int t = 8 * (i >> 2) + 2 * l + (i & 1);
-        if (t < rows) to[(i64)t * heads * 128 + 4 * (i & 2)] = (GATE)d_decay[i];
+        for (int b = 0; b < 8; b++, to += 8 * apart) {
+            int t = 8 * b + 2 * l;
+            if (t < rows) to[0] = (GATE)d_decay[4 * b], to[8] = (GATE)d_decay[4 * b + 2];
+            if (t + 1 < rows) to[apart] = (GATE)d_decay[4 * b + 1], to[apart + 8] = (GATE)d_decay[4 * b + 3];
+        }
     }
     __syncthreads();
 #endif

@@ -36,6 +36,11 @@ DEVICE float power(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+DEVICE float sigmoid(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.f + power(-1.4426950408889634f * x)));
+    return y;
+}
 
 // ---------------------------------------------------------------- barriers and copies
 DEVICE void barrier_init(u32 barrier, int count) {

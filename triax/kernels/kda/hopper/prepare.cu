@@ -17,7 +17,6 @@ DEVICE void load4(float (&x)[4], const bf16* from) {
     x[0] = low(four.x), x[1] = high(four.x), x[2] = low(four.y), x[3] = high(four.y);
 }
 DEVICE void store4(void* to, float a, float b, float c, float d) { *(uint2*)to = make_uint2(pack(a, b), pack(c, d)); }
-DEVICE float sigmoid(float x) { return 1.f / (1.f + power(-1.4426950408889634f * x)); }
 DEVICE u32 tf32(float x) {
     u32 y;
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
