@@ -19,11 +19,13 @@ def serve(
     ] = None,
 ) -> None:
     """Answer over HTTP: the OpenAI API, and a chat page at `/`."""
+    from triax.cli.extra import needs
     from triax.config.load import load_words
     from triax.config.serve import Serve
     from triax.log import configure
-    from triax.serve.http.server import run
-    from triax.serve.link import MAKER
 
+    with needs("serve", "serve"):
+        from triax.serve.http.server import run
+        from triax.serve.link import MAKER
     configure()
     run(checkpoint, load_words(Serve, settings or (), file), engine or MAKER)

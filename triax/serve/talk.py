@@ -1,10 +1,10 @@
 """A conversation with a base model: every line typed is a text that the model continues."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 from triax.errors import TriaxError
-from triax.serve.engine import Engine
 
 HELP = """\
 this is a base model: it continues what you type, it does not answer
@@ -12,6 +12,25 @@ this is a base model: it continues what you type, it does not answer
   (an empty line)   go on from where the last text stopped
   /set NAME=VALUE   tokens, temperature, top_k, top_p, min_p or seed; /set alone shows them
   /help, /quit"""
+
+
+@runtime_checkable
+class Continues(Protocol):
+    """Whatever continues a text, such as an engine."""
+
+    def stream(
+        self,
+        prompt: str,
+        max_tokens: int,
+        *,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        seed: int,
+    ) -> Iterator[str]:
+        """Continue a text, piece by piece."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -33,7 +52,7 @@ class Manner:
 
 
 def talk(
-    engine: Engine, lines: Iterable[str], write: Callable[[str], None], say: Callable[[str], None], manner: Manner
+    engine: Continues, lines: Iterable[str], write: Callable[[str], None], say: Callable[[str], None], manner: Manner
 ) -> None:
     """Continue line after line until they end or one says `/quit`.
 
@@ -66,7 +85,7 @@ def talk(
 
 
 def _continue(
-    engine: Engine, document: str, write: Callable[[str], None], say: Callable[[str], None], manner: Manner
+    engine: Continues, document: str, write: Callable[[str], None], say: Callable[[str], None], manner: Manner
 ) -> str:
     pieces: list[str] = []
     trouble = ""

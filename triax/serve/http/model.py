@@ -2,19 +2,17 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from triax.checkpoint.preprocessor import FILE, read_preprocessor
 from triax.checkpoint.tokenizer import TOKENIZER, load_tokenizer
 from triax.config.serve import Serve
 from triax.config.vision import Images
+from triax.data.chat.family import Format, chat_format
 from triax.data.kimi import RANK_FILE, KimiTokenizer
 from triax.data.tokenizer import Tokenizer
 from triax.errors import ConfigError, DataError
 from triax.serve.wire import Facts
 
-Format = Literal["k3", "k2", "text"]
-"""Chat format of K3, of K2, or none: a base model that continues text."""
 THINKING = (1.0, 0.95)
 PLAIN = (0.6, 0.95)
 FREE = (1.0, 1.0)
@@ -85,14 +83,8 @@ def open_model(folder: Path, tokenizer: Tokenizer | KimiTokenizer, facts: Facts,
     else:
         images = Images(patch=facts.patch, merge=facts.merge)
     name = settings.http.model_name or folder.resolve().name
-    form = format_of(tokenizer)
+    form = chat_format(tokenizer)
     return Model(name, tokenizer, form, images, facts.context, facts.vocab_size, facts.slot_token)
-
-
-def format_of(tokenizer: Tokenizer | KimiTokenizer) -> Format:
-    """Return the chat format whose control tokens a tokenizer has."""
-    control = tokenizer.control if isinstance(tokenizer, KimiTokenizer) else {}
-    return "k3" if "<|open|>" in control else "k2" if "<|im_middle|>" in control else "text"
 
 
 def check_settings(settings: Serve) -> None:
