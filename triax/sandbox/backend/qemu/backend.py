@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -146,6 +147,7 @@ class QemuBackend:
         snapshot.check_fit(folder.name, saved.fit, fit)
         state = await asyncio.to_thread(snapshot.state_of, folder, saved)
         pages = await asyncio.to_thread(snapshot.pages_of, folder, saved)
+        begun = time.monotonic()
         parts = self._parts(id)
         emulator: Emulator | None = None
         read_end, write_end = state_pipe(state)
@@ -169,7 +171,9 @@ class QemuBackend:
                 os.write(write_end, state)
             os.close(write_end)
             write_end = -1
+            await emulator.runs()
             machine = QemuMachine(self, spec, id, generation, parts, emulator)
+            machine.started_s = time.monotonic() - begun
             await machine.greet()
             return machine
         except BaseException as problem:

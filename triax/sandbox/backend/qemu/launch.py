@@ -190,6 +190,18 @@ class Emulator:
             raise
         return emulator
 
+    async def runs(self, within_s: float = 30.0) -> None:
+        """Wait until it took the state it was given and its processors run.
+
+        Raises:
+            SandboxError: It could not take it.
+        """
+        give_up = time.monotonic() + within_s
+        while (await self.monitor.run("query-status"))["status"] != "running":
+            if time.monotonic() > give_up:
+                raise SandboxError(f"qemu: did not go on in {within_s:g} s; the host is overloaded")
+            await asyncio.sleep(0.001)
+
     def last_words(self) -> str:
         """Return what the emulator and the kernel said last, for an error message."""
         said = []

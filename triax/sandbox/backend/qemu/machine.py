@@ -66,6 +66,11 @@ class QemuMachine:
         generation: How often it was restored or forked from.
         parts: Its files.
         emulator: Its process.
+
+    Attributes:
+        token: Credentials that only it and its host know; others after each restore and fork.
+        freeze_s: Seconds that its processes stood still for the last snapshot or fork.
+        started_s: Seconds from the wish for it to its processors running, if it was restored.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class QemuMachine:
         self.emulator = emulator
         self.token = secrets.token_hex(16)
         self.freeze_s = 0.0
+        self.started_s = 0.0
         self._paused = False
         self._ended = False
         self._exposed: dict[int, Exposed] = {}
