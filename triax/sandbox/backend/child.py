@@ -21,6 +21,7 @@ CHUNK = 65536
 PIPE = 2**20
 WAITING_LIMIT = 2**20  # bytes read but not yet taken; beyond it the process waits, as on a full pipe
 DROP_PAUSE_S = 0.01  # between two reads of output that nobody keeps, so that a flood costs the host little
+BEGUN = b"\0begun\0"  # what a process inside writes to its second stream before it becomes the command
 GRACE_S = 5.0  # from SIGKILL to the end of a process; only a stuck kernel takes longer
 
 
@@ -34,6 +35,8 @@ class _Reader:
         self.kept = bytearray()
         self.truncated = False
         self.pieces = pieces
+        self.marker = b""
+        self.begun = True
         self.loop = asyncio.get_running_loop()
         self.open = True
         self.paused = False
@@ -63,6 +66,13 @@ class _Reader:
         if not data:
             self.close()
             return False
+        if self.marker:
+            # written whole and before all else, so it is at the start of what is read first, or it never came
+            begun, self.marker = data.startswith(self.marker), b""
+            self.begun = begun
+            data = data[len(BEGUN) :] if begun else data
+            if not data:
+                return True
         if self.keep is None:
             self.pieces.put(self.name, data)
         else:
@@ -238,6 +248,7 @@ class Child:
         keep: Bytes of each stream to keep for `finish`; none to hand them on by `output`.
         signal: Sends a signal to what the process stands for; 9 must also reach all that it started.
         number: Its number inside the sandbox; none for its number on the host.
+        marked: Whether `BEGUN` comes first on its second stream, and `begun` tells if it came.
         describe: Corrects a result by what the backend knows.
     """
 
@@ -249,6 +260,7 @@ class Child:
         keep: int | None,
         signal: Callable[[int], None],
         number: int | None = None,
+        marked: bool = False,
         describe: Callable[[Result], Result] | None = None,
     ) -> None:
         self.started = time.monotonic()
@@ -265,6 +277,8 @@ class Child:
         self._out = _Reader(ends.ours[1], "stdout", keep, self._pieces)
         self._err = None if ends.terminal else _Reader(ends.ours[2], "stderr", keep, self._pieces)
         self._pieces.readers = [reader for reader in (self._out, self._err) if reader]
+        if marked and self._err is not None:
+            self._err.marker, self._err.begun = BEGUN, False
         self._ended = handle.ended
         self._ended.add_done_callback(lambda _: self._pieces.wake())
 
@@ -272,6 +286,11 @@ class Child:
     def pid(self) -> int:
         """Its number inside the sandbox."""
         return self.handle.pid if self._number is None else self._number
+
+    @property
+    def begun(self) -> bool:
+        """Whether the command itself ever ran, where that is marked."""
+        return self._err is None or self._err.begun
 
     @property
     def running(self) -> bool:

@@ -4,6 +4,7 @@ import os
 from functools import cache
 from pathlib import Path
 
+from triax.errors import SandboxError
 from triax.sandbox.command import variables
 from triax.sandbox.protocol import Spec
 
@@ -83,6 +84,20 @@ def variables_of(spec: Spec, id: str, generation: int) -> dict[str, str]:
     """Return what every command finds in its variables."""
     own = {"PATH": PATH, "HOME": HOME, "USER": USER, "LOGNAME": USER, "LANG": "C.UTF-8", "TERM": "xterm-256color"}
     return own | {"TRIAX_SANDBOX": id, "TRIAX_GENERATION": str(generation)} | variables(spec.env)
+
+
+def refuse_image(spec: Spec) -> None:
+    """Refuse an image that is no folder whose name a mount takes.
+
+    Raises:
+        SandboxError: It is none; kind `refused`, status 404.
+    """
+    if spec.image is not None and (not os.path.isdir(spec.image) or any(sign in spec.image for sign in ':,\\"')):
+        raise SandboxError(
+            f"image {spec.image!r}: is no folder with a root filesystem; unpack one, or use `qemu`",
+            "refused",
+            status=404,
+        )
 
 
 def _copied() -> dict[str, str | bytes | None]:

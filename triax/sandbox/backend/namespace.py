@@ -17,7 +17,7 @@ from triax.sandbox.backend.child import Child, Ends, Spawned, ran
 from triax.sandbox.backend.disk import copy_disk, empty_disk, flush, keep_disk, own, until_released
 from triax.sandbox.backend.group import Group, Hierarchies
 from triax.sandbox.backend.inward import Forwards
-from triax.sandbox.backend.layout import HOME, USER, USER_NUMBER, bubblewrap, skeleton, variables_of
+from triax.sandbox.backend.layout import HOME, USER, USER_NUMBER, bubblewrap, refuse_image, skeleton, variables_of
 from triax.sandbox.backend.owned import end_below
 from triax.sandbox.backend.process import ended_meanwhile
 from triax.sandbox.backend.tree import Tree
@@ -69,7 +69,9 @@ class NamespaceBackend:
 
     async def create(self, spec: Spec, id: str) -> "NamespaceMachine":
         """Start a machine with an empty disk, or with an image below it."""
-        _refuse_what_it_cannot(spec)
+        refuse_image(spec)
+        if spec.network.allow_internet:
+            raise SandboxError("network: a namespace sandbox reaches nothing; leave it out, or use `qemu`", "refused")
         empty = await empty_disk(self.root / "templates", spec.resources.disk_mib, skeleton(spec.image))
         owner = FIRST_OWNER + secrets.randbelow(OWNERS)
         return await self.start(spec, id, generation=0, owner=owner, disk=empty, fresh=True)
@@ -441,14 +443,3 @@ def _unstarted(failure: tuple[int, int], stderr: bytes) -> tuple[Outcome, int | 
     if step == init.AT_PROGRAM:
         return "ok", 126 if code == 13 else 127, stderr + b"exec: " + said + b"\n"
     raise SandboxError(f"exec: no process could be started; {os.strerror(code)}; end some", "refused", status=429)
-
-
-def _refuse_what_it_cannot(spec: Spec) -> None:
-    if spec.image is not None and (not os.path.isdir(spec.image) or any(sign in spec.image for sign in ':,\\"')):
-        raise SandboxError(
-            f"image {spec.image!r}: is no folder with a root filesystem; unpack one, or use `qemu`",
-            "refused",
-            status=404,
-        )
-    if spec.network.allow_internet:
-        raise SandboxError("network: a namespace sandbox reaches nothing; leave it out, or use `qemu`", "refused")
