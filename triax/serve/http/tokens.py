@@ -24,6 +24,7 @@ def router(face: Face) -> APIRouter:
             "created": face.started,
             "owned_by": "triax",
             "context_length": model.context,
+            "vocab_size": model.tokenizer.vocab_size,
             "chat_format": model.format,
             "has_vision": model.slot_token is not None,
         }
