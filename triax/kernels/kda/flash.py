@@ -41,6 +41,9 @@ class RunTable(NamedTuple):
     num_slots: int
     interior: tuple[int, ...]
     """Slot of each wanted state."""
+    starts: tuple[int, ...]
+    states_at: tuple[int, ...]
+    """What the table was made of."""
 
 
 @lru_cache(maxsize=32)
@@ -77,6 +80,8 @@ def run_table(starts: tuple[int, ...], states_at: tuple[int, ...], device: torch
         to_device(run_slot),
         num_slots,
         tuple(slots[p] for p in states_at),
+        starts,
+        states_at,
     )
 
 

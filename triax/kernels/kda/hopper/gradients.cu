@@ -24,9 +24,6 @@ DEVICE float power_anew(float x) {
     asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-DEVICE void cell_in(u32 to, const bf16* from, bool live) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(live ? 16 : 0) : "memory");
-}
 // Rows of 64 tokens, 64 numbers each, into a tile.
 DEVICE void rows_in(u32 tile, const bf16* from, i64 apart, int rows) {
 #pragma unroll
@@ -110,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         beta[thread] = RAW && thread < rows ? sigmoid(b) : b;
         if (RAW) ((float2*)scale)[thread] = ((const float2*)scales)[(i64)slot * ROWS + thread];
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    cells_done();
     shared_to_async();
     __syncthreads();
 #if RAW
@@ -421,7 +418,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         }
     }
 #if RAW
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    cells_done();
     __syncthreads();
     float of_bias[2] = {0.f, 0.f}, of_rate = 0.f;
 #pragma unroll

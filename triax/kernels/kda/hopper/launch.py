@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from triax.kernels.kda.hopper.compile import Kernel, launch
+from triax.kernels.kda.hopper.segments import Segments
 
 CHANNELS = 128
 RECORD_BYTES = 66_304
 STAGE_BYTES, TILE_BYTES = 66_560, 8192
 MULTIPROCESSORS = 132
+"""Of an H200; only how the work is cut depends on it."""
 
 
 class Raw(NamedTuple):
@@ -58,7 +60,7 @@ def prepare(
     kinds = (("GATE", _type(log_decay)), ("BETAS", _type(beta)), ("RAW", int(raw is not None)))
     rates, biases, lowest = raw or (None, None, 0.0)
     launch(
-        Kernel("prepare", kinds, 8 * TILE_BYTES + 8 * 512 + 256, 256), chunks * heads, key.device,
+        Kernel("prepare", kinds, 8 * TILE_BYTES + 8 * 512 + 512 + 256, 256), chunks * heads, key.device,
         query, key, log_decay, beta, rates, biases, float(lowest), table.first, table.count, records, scales,
         heads, *strides(query, key, log_decay, beta),
     )  # fmt: skip
@@ -69,15 +71,36 @@ def scan(
     value: Tensor, state: Tensor | None, table: Any, records: Tensor, ends: Tensor, read: Tensor,
     states: Tensor | None, written: Tensor | None,
 ) -> None:  # fmt: skip
-    """Walk every sequence of every head; fill `read`, `ends` and, if given, what the backward pass needs."""
-    heads, walks = value.shape[1], (len(table.runs) - 1) * value.shape[1]
+    """Walk every sequence of every head; fill `read`, `ends` and, if given, what the backward pass needs.
+
+    `table` is a run table, or segments with the states before each.
+    """
     value = aligned(value)
+    heads, walks = value.shape[1], (len(table.runs) - 1) * value.shape[1]
+    runs = table[:5] if isinstance(table, Segments) else table[2:7]
     tiles = _tiles(walks)
     keep = states is not None
     launch(
         _walk("scan", tiles, keep, maps=False), walks * 2 // tiles, value.device,
-        value, state, *table[2:7], records, read, states, written, ends, heads, *strides(value),
+        value, state, *runs, records, read, states, written, ends, heads, *strides(value),
     )  # fmt: skip
+
+
+def segment_states(value: Tensor, state: Tensor | None, cut: Segments, records: Tensor) -> Tensor:
+    """Return the states before each segment, [segments, H, 128, 128] in fp32."""
+    value = aligned(value)
+    heads, count = value.shape[1], len(cut.runs) - 1
+    maps = value.new_empty(count, heads, CHANNELS, 2 * CHANNELS, dtype=torch.float32)
+    before = value.new_empty(count, heads, CHANNELS, CHANNELS, dtype=torch.float32)
+    launch(
+        _walk("scan", 2, keep=False, maps=True), count * heads * 2, value.device,
+        value, None, *cut[:4], cut.run_segment, records, None, None, None, maps, heads, *strides(value),
+    )  # fmt: skip
+    launch(
+        Kernel("join", (), 2 * 128 * 132 * 4 + 128 * 8 * 4, 256), (len(cut.of_sequence) - 1) * heads * 16, value.device,
+        maps, state, cut.of_sequence, before, heads,
+    )  # fmt: skip
+    return before
 
 
 def scan_back(

@@ -74,6 +74,13 @@ DEVICE void copies_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memo
 DEVICE void shared_to_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEVICE void group_barrier(int number) { asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory"); }
 
+// 16 bytes, or zeros, by an ordinary asynchronous copy: loads into registers would wait for room in the little cache that
+// is left beside so much shared memory.
+DEVICE void cell_in(u32 to, const void* from, bool live) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(live ? 16 : 0) : "memory");
+}
+DEVICE void cells_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 DEVICE void load_transposed(u32 (&x)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from triax.kernels.kda.hopper import launch
 from triax.kernels.kda.hopper.compile import available
-from triax.kernels.kda.hopper.launch import CHANNELS, Gradients, Raw
-
-CHUNK = 64
+from triax.kernels.kda.hopper.launch import CHANNELS, MULTIPROCESSORS, Gradients, Raw
+from triax.kernels.kda.hopper.segments import CHUNK, segments
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor, bounded: bool) -> bool:
@@ -31,12 +30,20 @@ def forward(
     log_decay, beta = _gate(log_decay), _gate(beta)
     state = None if state is None else state.float().contiguous()
     read = value.new_empty(value.shape)
-    ends = value.new_empty(table.num_slots, heads, CHANNELS, CHANNELS, dtype=torch.float32)
+    cut = segments(table.starts, table.states_at, heads, MULTIPROCESSORS, value.device)
+    ends = value.new_empty(
+        table.num_slots if cut is None else cut.num_slots, heads, CHANNELS, CHANNELS, dtype=torch.float32
+    )
     states = value.new_empty(chunks if keep else 0, heads, CHANNELS, CHANNELS)
     written = value.new_empty(chunks if keep else 0, heads, CHUNK, CHANNELS)
     records = launch.prepare(query, key, log_decay, beta, table, raw)
-    launch.scan(value, state, table, records, ends, read, *((states, written) if keep else (None, None)))
-    final = ends[:sequences].clone() if table.num_slots > sequences else ends
+    kept = (states, written) if keep else (None, None)
+    if cut is None:
+        launch.scan(value, state, table, records, ends, read, *kept)
+    else:
+        before = launch.segment_states(value, state, cut, records)
+        launch.scan(value, before, cut, records, ends, read, *kept)
+    final = ends[:sequences].clone() if len(ends) > sequences else ends
     return read, final, ends[list(table.interior)], states, written
 
 

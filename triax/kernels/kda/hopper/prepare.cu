@@ -45,7 +45,19 @@ DEVICE void put(float* to, int width, const float (&c)[4], float sign) {
     *(float2*)(to + (g + 8) * width + 2 * l) = make_float2(sign * c[2], sign * c[3]);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 3)
+// A warp's eight rows of 128 numbers, one after another.
+template <typename NUMBER>
+DEVICE void wide_rows_in(u32 to, const NUMBER* from, i64 apart, int rows) {
+    constexpr int AT_ONCE = sizeof(NUMBER) == 2 ? 2 : 1, PIECES = 32 / AT_ONCE;
+    int lane = threadIdx.x & 31, r = 8 * (threadIdx.x >> 5) + lane / PIECES, piece = lane % PIECES;
+    const NUMBER* row = from + r * apart + piece * (16 / (int)sizeof(NUMBER));
+    to += (r * PIECES + piece) * 16;
+#pragma unroll
+    for (int i = 0; i < 8; i += AT_ONCE, row += AT_ONCE * apart)
+        cell_in(to + i * PIECES * 16, r + i < rows ? row : from, r + i < rows);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2)
     prepare(const bf16* q, const bf16* k, const GATE* gates, const BETAS* betas, const float* rates, const float* biases,
             float lowest, const int* first, const int* count, unsigned char* records, float* scales, int heads,
             i64 q_token, i64 q_head,
@@ -53,51 +65,57 @@ extern "C" __global__ void __launch_bounds__(256, 3)
     extern __shared__ __align__(1024) unsigned char shared[];
     unsigned char *query_rows = shared, *second_rows = shared + 4 * TILE, *key_columns = shared + 6 * TILE;
     float* sums = (float*)(shared + 8 * TILE);  // [8 warps, 128]
-    float* beta = sums + 8 * 128;               // [64]
-    int n = blockIdx.x / heads, h = blockIdx.x % heads, start = first[n], rows = count[n];
+    float *decays = sums + 8 * 128, *beta = decays + 128;  // [128], [64]: as at the end of a record
+    int n = blockIdx.x / heads, h = blockIdx.x % heads, rows = count[n];
+    i64 start = first[n];
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, c = 4 * lane;
     unsigned char* record = records + (i64)blockIdx.x * RECORD;
     if (threadIdx.x < ROWS) {
-        float b = 0.f;
-        if (threadIdx.x < rows) {
-            b = number(betas[(i64)(start + threadIdx.x) * b_token + h * b_head]);
-            if (RAW) b = sigmoid(b);
-        }
-        beta[threadIdx.x] = b;
-        ((float*)(record + BETA))[threadIdx.x] = b;
+        float b = threadIdx.x < rows ? number(betas[(start + threadIdx.x) * b_token + h * b_head]) : 0.f;
+        beta[threadIdx.x] = RAW && threadIdx.x < rows ? sigmoid(b) : b;
     }
-
+    // Each warp its own eight rows, into the room of the factors.
+    u32 at = shared_address(shared);
+    wide_rows_in(at, q + start * q_token + h * q_head, q_token, rows);
+    wide_rows_in(at + 2 * TILE, k + start * k_token + h * k_head, k_token, rows);
+    wide_rows_in(at + 4 * TILE, gates + start * g_token + h * g_head, g_token, rows);
+    cells_done();
+    __syncwarp();
     float gate[8][4];
     uint2 query[8], key[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         int r = 8 * warp + i;
-        i64 t = start + r;
-        query[i] = key[i] = make_uint2(0, 0);
-        gate[i][0] = gate[i][1] = gate[i][2] = gate[i][3] = 0.f;
-        if (r < rows) {
-            load4(gate[i], gates + t * g_token + h * g_head + c);
-            key[i] = *(const uint2*)(k + t * k_token + h * k_head + c);
-            query[i] = *(const uint2*)(q + t * q_token + h * q_head + c);
-        }
+        load4(gate[i], (const GATE*)(shared + 4 * TILE) + r * 128 + c);
+        query[i] = *(const uint2*)(shared + r * 256 + 8 * lane);
+        key[i] = *(const uint2*)(shared + 2 * TILE + r * 256 + 8 * lane);
     }
     float query_scale[8], key_scale[8];
 #if RAW
     float rate = power(rates[h] * 1.4426950408889634f), bias[4];
     load4(bias, biases + h * 128 + c);
+    float squares[16];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        float a = low(query[i].x) * low(query[i].x) + high(query[i].x) * high(query[i].x) +
-                  low(query[i].y) * low(query[i].y) + high(query[i].y) * high(query[i].y);
-        float b = low(key[i].x) * low(key[i].x) + high(key[i].x) * high(key[i].x) + low(key[i].y) * low(key[i].y) +
-                  high(key[i].y) * high(key[i].y);
+        squares[i] = low(query[i].x) * low(query[i].x) + high(query[i].x) * high(query[i].x) +
+                     low(query[i].y) * low(query[i].y) + high(query[i].y) * high(query[i].y);
+        squares[8 + i] = low(key[i].x) * low(key[i].x) + high(key[i].x) * high(key[i].x) + low(key[i].y) * low(key[i].y) +
+                         high(key[i].y) * high(key[i].y);
+    }
+    // Sixteen sums over 32 lanes in 16 exchanges: at each step a lane keeps half of them; in the end two lanes have one.
 #pragma unroll
-        for (int far = 16; far; far >>= 1) {
-            a += __shfl_xor_sync(~0u, a, far);
-            b += __shfl_xor_sync(~0u, b, far);
+    for (int far = 16, half = 8; half; far >>= 1, half >>= 1)
+#pragma unroll
+        for (int i = 0; i < half; i++) {
+            float a = squares[i], b = squares[i + half];
+            bool upper = lane & far;
+            squares[i] = (upper ? b : a) + __shfl_xor_sync(~0u, upper ? a : b, far);
         }
-        query_scale[i] = rsqrtf(a + 1e-6f) * 0.08838834764831845f;
-        key_scale[i] = rsqrtf(b + 1e-6f);
+    squares[0] += __shfl_xor_sync(~0u, squares[0], 1);
+    float root = rsqrtf(squares[0] + 1e-6f) * (lane & 16 ? 1.f : 0.08838834764831845f);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        query_scale[i] = __shfl_sync(~0u, root, 2 * i), key_scale[i] = __shfl_sync(~0u, root, 16 + 2 * i);
         if (scales && lane == 0)
             ((float2*)scales)[(i64)blockIdx.x * ROWS + 8 * warp + i] = make_float2(query_scale[i], key_scale[i]);
 #pragma unroll
@@ -131,17 +149,19 @@ extern "C" __global__ void __launch_bounds__(256, 3)
         float decay[4];
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            before[e] -= 0.5f * all[in_second][e];
+            float first_all = all[0][e], second_all = all[1][e];
+            before[e] -= 0.5f * (in_second ? second_all : first_all);
             first_half[e] = power(0.5f * all[0][e]);
             second_half[e] = power(0.5f * all[1][e]);
             decay[e] = power(all[0][e] + all[1][e]);
         }
-        if (warp == 0) *(float4*)(record + DECAY + 4 * c) = make_float4(decay[0], decay[1], decay[2], decay[3]);
+        if (warp == 0) *(float4*)(decays + c) = make_float4(decay[0], decay[1], decay[2], decay[3]);
     }
     int half = (lane >> 4) * TILE;
+    uint2 kept[8][3];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        int r = 8 * warp + i, at = half + place(r, c & 63);
+        int r = 8 * warp + i, to = half + place(r, c & 63);
         float b = beta[r];
         float x[4], y[4], z[4], q0[4], k0[4];
         q0[0] = low(query[i].x), q0[1] = high(query[i].x), q0[2] = low(query[i].y), q0[3] = high(query[i].y);
@@ -154,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(256, 3)
             y[e] = k0[e] * up;
             z[e] = k0[e] * down;
         }
-        store4(key_columns + at, z[0], z[1], z[2], z[3]);
+        store4(key_columns + to, z[0], z[1], z[2], z[3]);
         if (in_second) {
             int own = half + place(r - 32, c & 63);
             store4(second_rows + own, x[0], x[1], x[2], x[3]);
@@ -169,13 +189,13 @@ extern "C" __global__ void __launch_bounds__(256, 3)
 #pragma unroll
             for (int e = 0; e < 4; e++) z[e] = z[e] * first_half[e] * second_half[e] * second_half[e];
         }
-        store4(query_rows + at, x[0], x[1], x[2], x[3]);
-        store4(query_rows + 2 * TILE + at, y[0], y[1], y[2], y[3]);
+        store4(query_rows + to, x[0], x[1], x[2], x[3]);
+        store4(query_rows + 2 * TILE + to, y[0], y[1], y[2], y[3]);
 #pragma unroll
         for (int e = 0; e < 4; e++) x[e] *= first_half[e], y[e] *= b * first_half[e];
-        store4(record + KEYS + at, y[0], y[1], y[2], y[3]);
-        store4(record + QUERIES + at, x[0], x[1], x[2], x[3]);
-        store4(record + WRITES + at, z[0], z[1], z[2], z[3]);
+        kept[i][0] = make_uint2(pack(y[0], y[1]), pack(y[2], y[3]));
+        kept[i][1] = make_uint2(pack(x[0], x[1]), pack(x[2], x[3]));
+        kept[i][2] = make_uint2(pack(z[0], z[1]), pack(z[2], z[3]));
     }
     shared_to_async();
     __syncthreads();
@@ -194,6 +214,15 @@ extern "C" __global__ void __launch_bounds__(256, 3)
         product<0, 0>(narrow, describe(second_at + at), describe(second_columns_at + at), s);
     }
     products_commit();
+    // Only now: the fence above would have waited for these stores.
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        unsigned char* to = record + half + place(8 * warp + i, c & 63);
+        *(uint2*)(to + KEYS) = kept[i][0];
+        *(uint2*)(to + QUERIES) = kept[i][1];
+        *(uint2*)(to + WRITES) = kept[i][2];
+    }
+    if (threadIdx.x < 48) ((float4*)(record + DECAY))[threadIdx.x] = ((const float4*)decays)[threadIdx.x];
     products_wait<0>();
     __syncthreads();
 

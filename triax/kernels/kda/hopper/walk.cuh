@@ -21,11 +21,8 @@ DEVICE void fetch(unsigned char* shared, int s, u32 full, const unsigned char* r
         u32 to = shared_address(shared + VALUES + s * ROWS * VALUE_ROW);
 #pragma unroll
         for (int i = 0; i < 4 * TILES; i++) {
-            int p = thread + 128 * i, r = p / (8 * TILES), piece = p % (8 * TILES), bytes = r < rows ? 16 : 0;
-            const bf16* from = values + (r < rows ? r : 0) * apart + 8 * piece;
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + r * VALUE_ROW + 16 * piece),
-                         "l"(from), "r"(bytes)
-                         : "memory");
+            int p = thread + 128 * i, r = p / (8 * TILES), piece = p % (8 * TILES);
+            cell_in(to + r * VALUE_ROW + 16 * piece, values + (r < rows ? r : 0) * apart + 8 * piece, r < rows);
         }
     }
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full) : "memory");
