@@ -57,6 +57,9 @@ def test_a_sandbox_that_failed_is_not_blamed_on_the_command(tmp_path):
     asyncio.run(in_sandbox(configured(tmp_path), act))
 
 
+@pytest.mark.filterwarnings(  # Inspect leaves streams of its own unclosed
+    "ignore:Exception ignored in. <function MemoryObject:pytest.PytestUnraisableExceptionWarning"
+)
 def test_an_evaluation_runs_in_sandboxes_that_it_finds_by_name(tmp_path):
     """The provider is found by its entry point; each sample has files of its own."""
 

@@ -2,30 +2,37 @@
 
 import asyncio
 import base64
+from contextlib import asynccontextmanager
 
 import pytest
 from mcp import Client
 
 from triax.sandbox.adapter.mcp import server
-from triax.sandbox.backend.process import ProcessBackend
-from triax.sandbox.host import Host
+from triax.sandbox.alone import alone
+from triax.sandbox.protocol import Spec
 
 
 def spoken(tmp_path, talk):
     async def run():
-        host = await Host.open(tmp_path / "state", ProcessBackend(tmp_path / "machines", unsafe=True))
-        try:
-            async with Client(server(host.create)) as client:
-                return await talk(client, host)
-        finally:
-            assert host.sandboxes() == []  # it ends with its client
-            await host.close()
+        held = []
+
+        @asynccontextmanager
+        async def opened():
+            async with alone(Spec(), "process", tmp_path, unsafe=True) as sandbox:
+                held.append(sandbox)
+                yield sandbox
+
+        async with Client(server(opened)) as client:
+            answer = await talk(client, held[0])
+        assert held[0].status == "dead"  # it ends with its client
+        assert list(tmp_path.iterdir()) == []
+        return answer
 
     return asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_an_agent_works_in_a_sandbox_through_its_tools(tmp_path):
-    async def talk(client, host):
+    async def talk(client, sandbox):
         names = {tool.name for tool in (await client.list_tools()).tools}
         assert names == {"shell", "python", "read_file", "write_file", "list_files"}
         await client.call_tool("write_file", {"path": "notes/a.txt", "content": "one\ntwo\n"})
@@ -48,7 +55,7 @@ def test_an_agent_works_in_a_sandbox_through_its_tools(tmp_path):
 
 
 def test_a_command_over_its_limit_is_told_as_such_and_the_sandbox_lives_on(tmp_path):
-    async def talk(client, host):
+    async def talk(client, sandbox):
         late = await client.call_tool("shell", {"command": "sleep 30", "timeout_s": 0.3})
         assert late.structured_content["outcome"] == "timeout"
         assert late.structured_content["exit_code"] is None
@@ -69,7 +76,7 @@ def test_a_command_over_its_limit_is_told_as_such_and_the_sandbox_lives_on(tmp_p
     ],
 )
 def test_what_cannot_be_is_told_to_the_agent(tmp_path, tool, arguments, words):
-    async def talk(client, host):
+    async def talk(client, sandbox):
         answer = await client.call_tool(tool, arguments)
         assert answer.is_error
         assert words in answer.content[0].text
@@ -78,8 +85,8 @@ def test_what_cannot_be_is_told_to_the_agent(tmp_path, tool, arguments, words):
 
 
 def test_a_sandbox_that_failed_is_no_result_of_the_command(tmp_path):
-    async def talk(client, host):
-        await host.sandboxes()[0].kill()
+    async def talk(client, sandbox):
+        await sandbox.kill()
         answer = await client.call_tool("shell", {"command": "true"})
         assert answer.is_error
         assert "it is `dead`" in answer.content[0].text

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from triax.cli import bench, chat, checkpoint, convert, doctor, model, recipe, sample, serve, train
+from triax.cli import bench, chat, checkpoint, convert, doctor, model, recipe, sample, sandbox, serve, train
 from triax.errors import TriaxError
 
 FULL_OR_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
@@ -30,6 +30,7 @@ app.add_typer(checkpoint.app)
 app.command()(convert.convert)
 app.add_typer(recipe.app)
 app.add_typer(bench.app)
+app.add_typer(sandbox.app)
 app.command()(doctor.doctor)
 
 

@@ -1,11 +1,17 @@
 """The server of sandboxes: where it listens, who may use it, what it hands out and how much."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 
+from triax.config.explain import explain
+from triax.config.load import COMMAND_LINE, gather, load
+from triax.config.schema import complete
 from triax.config.settings import Settings
+from triax.errors import ConfigError
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -95,3 +101,21 @@ class Server(Settings):
         if "base" not in self.templates:
             raise ValueError("templates has no `base`; name the kind of sandbox that clients get who ask for none")
         return self
+
+
+def read(words: Sequence[str]) -> Server:
+    """Return a server's settings.
+
+    Args:
+        words: A TOML file first, if there is one, and settings such as `quotas.sandboxes=10`.
+
+    Raises:
+        ConfigError: Every problem, one a line.
+    """
+    if words and "=" not in words[0]:
+        return load(Server, words[0], words[1:]).settings
+    tree = gather(words)
+    try:
+        return Server.model_validate_json(json.dumps(complete(Server, tree), default=str), strict=True)
+    except ValidationError as problem:
+        raise ConfigError(explain(problem, Server, lambda _: COMMAND_LINE)) from None

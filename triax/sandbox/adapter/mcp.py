@@ -5,7 +5,7 @@ Source: modelcontextprotocol.io; the server is the official SDK's.
 
 import base64
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Annotated, Any, Literal
 
 from mcp.server import MCPServer
@@ -66,21 +66,19 @@ def told(result: Result) -> Told:
     )
 
 
-def server(open_sandbox: Callable[[], Awaitable[Sandbox]]) -> MCPServer[Any]:
-    """Return a server whose tools act on one sandbox, made when it starts and ended with it.
+def server(opened: Callable[[], AbstractAsyncContextManager[Sandbox]]) -> MCPServer[Any]:
+    """Return a server whose tools act on one sandbox.
 
     Args:
-        open_sandbox: Makes the sandbox.
+        opened: Gives the sandbox when the server starts, and ends it with the server.
     """
     held: list[Sandbox] = []
 
     @asynccontextmanager
     async def lifespan(_: MCPServer[Any]) -> AsyncGenerator[None, None]:
-        held.append(await open_sandbox())
-        try:
+        async with opened() as sandbox:
+            held.append(sandbox)
             yield
-        finally:
-            await held.pop().kill()
 
     mcp: MCPServer[Any] = MCPServer(
         "triax sandbox",

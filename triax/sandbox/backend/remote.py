@@ -82,6 +82,15 @@ class RemoteBackend:
         """Have a sandbox made from the template that the spec's image names."""
         return await self._make(spec, id, spec.image or self.template, 0)
 
+    async def find(self, id: str) -> "RemoteMachine":
+        """Return a machine for a sandbox that the service has already.
+
+        Raises:
+            SandboxError: It has none with this id.
+        """
+        told = await self.service.ask("GET", f"/sandboxes/{id}")
+        return self._known(told, Spec(), int(told.get("generation", 0)))
+
     async def restore(self, folder: Path, spec: Spec, id: str, generation: int) -> "RemoteMachine":
         """Have a sandbox made from a snapshot that the service keeps."""
         return await self._make(spec, id, _snapshot_of(folder), generation)

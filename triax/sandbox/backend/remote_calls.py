@@ -15,6 +15,8 @@ from triax.log import logger
 ENVD_PORT = 49983
 PATIENCE = 8
 """Times that a call is made at most, when the service is busy or cannot be reached."""
+KNOCKS = 4
+"""Times that a connection is tried at most."""
 LONGEST_WAIT_S = 5.0
 BUSY = {429, 502, 503, 504}
 END = 2
@@ -114,7 +116,7 @@ class Service:
             try:
                 answer = await call()
             except (httpx.ConnectError, httpx.ConnectTimeout) as problem:
-                if last:
+                if attempt + 1 == KNOCKS:
                     raise SandboxError(
                         f"{self.url}: cannot be reached; found `{type(problem).__name__}`; is the service running?",
                         status=503,

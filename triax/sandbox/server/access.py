@@ -13,6 +13,7 @@ from typing import Literal
 
 from starlette.datastructures import Headers, QueryParams
 
+from triax.errors import SandboxError
 from triax.sandbox.server.connect import Fault
 
 ENVD_PORT = 49983
@@ -32,6 +33,22 @@ def load_secret(path: Path) -> bytes:
         with os.fdopen(descriptor, "w") as file:
             file.write(secret.hex())
         return secret
+
+
+def read_keys(path: Path) -> list[str]:
+    """Return the API keys of a file, one a line; empty lines and those that begin with `#` are none.
+
+    Raises:
+        SandboxError: The file cannot be read or holds no key.
+    """
+    try:
+        lines = [line.strip() for line in path.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as problem:
+        raise SandboxError(f"keys {path}: cannot be read; found `{problem}`; write one key a line", "refused") from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise SandboxError(f"keys {path}: holds no key; write one a line", "refused")
+    return keys
 
 
 class Access:

@@ -6,14 +6,13 @@ import signal
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from triax.config.sandbox import Server as Settings
 from triax.errors import SandboxError
 from triax.log import logger
 from triax.sandbox.host import Host
 from triax.sandbox.protocol import Backend
-from triax.sandbox.server.access import Access, load_secret
+from triax.sandbox.server.access import Access, load_secret, read_keys
 from triax.sandbox.server.app import opened
 from triax.sandbox.server.catalog import Catalog
 from triax.sandbox.server.listen import bound, listen
@@ -31,22 +30,6 @@ class Serving:
 
     url: str
     plane: Plane
-
-
-def read_keys(path: Path) -> list[str]:
-    """Return the API keys of a file, one a line; empty lines and those that begin with `#` are none.
-
-    Raises:
-        SandboxError: The file cannot be read or holds no key.
-    """
-    try:
-        lines = [line.strip() for line in path.read_text().splitlines()]
-    except (OSError, UnicodeDecodeError) as problem:
-        raise SandboxError(f"keys {path}: cannot be read; found `{problem}`; write one key a line", "refused") from None
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise SandboxError(f"keys {path}: holds no key; write one a line", "refused")
-    return keys
 
 
 @asynccontextmanager
