@@ -81,7 +81,7 @@ def scan(
     tiles = _tiles(walks)
     keep = states is not None
     launch(
-        _walk("scan", tiles, keep, maps=False), walks * 2 // tiles, value.device,
+        walk("scan", tiles, keep, maps=False), walks * 2 // tiles, value.device,
         value, state, *runs, records, read, states, written, ends, heads, *strides(value),
     )  # fmt: skip
 
@@ -93,7 +93,7 @@ def segment_states(value: Tensor, state: Tensor | None, cut: Segments, records: 
     maps = value.new_empty(count, heads, CHANNELS, 2 * CHANNELS, dtype=torch.float32)
     before = value.new_empty(count, heads, CHANNELS, CHANNELS, dtype=torch.float32)
     launch(
-        _walk("scan", 2, keep=False, maps=True), count * heads * 2, value.device,
+        walk("scan", 2, keep=False, maps=True), count * heads * 2, value.device,
         value, None, *cut[:4], cut.run_segment, records, None, None, None, maps, heads, *strides(value),
     )  # fmt: skip
     launch(
@@ -111,7 +111,7 @@ def scan_back(
     d_read = aligned(d_read)
     tiles = _tiles(walks)
     launch(
-        _walk("scan_back", tiles, keep=True, maps=None), walks * 2 // tiles, d_read.device,
+        walk("scan_back", tiles, keep=True, maps=None), walks * 2 // tiles, d_read.device,
         d_read, d_ends, *table[2:7], records, d_states, d_errors, d_state, heads, *strides(d_read),
     )  # fmt: skip
 
@@ -157,7 +157,8 @@ def _tiles(walks: int) -> int:
     return 1 if 2 * walks <= MULTIPROCESSORS else 2
 
 
-def _walk(name: str, tiles: int, keep: bool, maps: bool | None) -> Kernel:
+def walk(name: str, tiles: int, keep: bool, maps: bool | None) -> Kernel:
+    """Return the variant of a walk; `maps` is none where there is no such choice."""
     defines = (("TILES", tiles), ("KEEP", int(keep)), *((("MAPS", int(maps)),) if maps is not None else ()))
     values = 2 * 64 * (tiles * 128 + 16)
     shared = 2 * STAGE_BYTES + values + tiles * TILE_BYTES * (3 if keep else 1) + 32

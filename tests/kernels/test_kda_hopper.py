@@ -1,0 +1,239 @@
+"""KDA's CUDA C++ kernels: compiled for sm_90a without a GPU, and run where a Hopper GPU is."""
+
+import re
+import subprocess
+from importlib.util import find_spec
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from triax.kernels.kda import kda, kda_from_raw, reference
+from triax.kernels.kda.hopper import launch, passes
+from triax.kernels.kda.hopper.compile import binary, bindings_installed
+from triax.kernels.kda.hopper.segments import segments
+from triax.kernels.kda.raw import activate
+
+NAMES = ("query", "key", "value", "log_decay", "beta", "state")
+RAW_NAMES = ("query", "key", "value", "gate", "beta", "rates", "biases", "state")
+BARS = {"repeated": (1.5e-2, 2e-2)}
+ACTIVATED = (("GATE", "float"), ("BETAS", "float"), ("RAW", 0))
+FROM_RAW = (("GATE", "bf16"), ("BETAS", "bf16"), ("RAW", 1))
+
+
+def compiler_installed():
+    return bindings_installed() and find_spec("nvidia") is not None
+
+
+def walk(name, tiles, keep, maps):
+    return launch.walk(name, tiles, keep=keep, maps=maps).defines
+
+
+# Bytes of registers that may spill; the gradients' kernel holds as much as it can.
+VARIANTS = [
+    ("prepare", ACTIVATED, 0),
+    ("prepare", FROM_RAW, 128),
+    ("scan", walk("scan", 2, False, False), 16),
+    ("scan", walk("scan", 1, True, False), 0),
+    ("scan", walk("scan", 2, False, True), 0),
+    ("join", (), 0),
+    ("scan_back", walk("scan_back", 2, True, None), 0),
+    ("gradients", ACTIVATED, 512),
+    ("gradients", FROM_RAW, 512),
+]
+
+
+@pytest.mark.kernel
+@pytest.mark.skipif(not compiler_installed(), reason="needs cuda-bindings and nvidia-cuda-nvrtc")
+@pytest.mark.parametrize(("name", "defines", "spilled"), VARIANTS)
+def test_sources_compile_for_hopper_to_its_matrix_instructions(tmp_path, name, defines, spilled):
+    triton = pytest.importorskip("triton", reason="its wheel has the disassembler")
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(binary(name, defines))
+    usage = subprocess.run([tool, "--dump-resource-usage", file], capture_output=True, text=True, check=True).stdout
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    assert registers <= 255
+    assert stack <= spilled
+    code = subprocess.run([tool, "--dump-sass", file], capture_output=True, text=True, check=True).stdout
+    products = code.count("HGMMA")
+    if name != "join":
+        assert products >= 16
+        # Where the assembler cannot follow which products are over, it waits after each.
+        assert code.count("WARPGROUP.DEPBAR") <= products / 4
+
+
+def cut(lengths, heads, states_at=()):
+    starts = tuple(accumulate(lengths, initial=0))
+    return starts, segments(starts, states_at, heads, launch.MULTIPROCESSORS, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "states_at"), [((65536,), 4, ()), ((3000, 2000), 2, (100, 2999)), ((5000, 64, 1), 3, (4999,))]
+)
+def test_segments_hold_every_token_once_and_end_where_a_state_is_wanted(lengths, heads, states_at):
+    starts, found = cut(lengths, heads, states_at)
+    begins, tokens = found.run_first.tolist(), found.run_tokens.tolist()
+    spans = [(begin, begin + count) for begin, count in zip(begins, tokens, strict=True)]
+    assert [end for _, end in spans][:-1] == [begin for begin, _ in spans][1:]
+    assert spans[0][0] == 0
+    assert spans[-1][1] == starts[-1]
+    chunks = [0, *accumulate(-(-count // 64) for count in tokens)]
+    assert found.run_chunk.tolist() == chunks[:-1]
+    ends = {end: slot for (_, end), slot in zip(spans, found.run_slot.tolist(), strict=True)}
+    assert [ends[end] for end in starts[1:]] == list(range(len(lengths)))
+    assert {ends[p] for p in states_at} == set(range(len(lengths), found.num_slots - 1))
+    assert all(slot == found.num_slots - 1 for end, slot in ends.items() if end not in {*starts, *states_at})
+    runs = found.runs.tolist()
+    assert found.run_segment.tolist() == [n for n, (a, b) in enumerate(pairwise(runs)) for _ in range(a, b)]
+    firsts = [begins[runs[n]] for n in found.of_sequence.tolist()[:-1]]
+    assert firsts == list(starts[:-1])
+
+
+@pytest.mark.parametrize(("lengths", "heads"), [((8192,), 96), ((8192, 0), 4), ((100,), 1), ((), 4)])
+def test_what_segments_would_not_speed_up_is_left_whole(lengths, heads):
+    assert cut(lengths, heads)[1] is None
+
+
+def draw_activated(tokens, heads, sequences, kind, device):
+    draw = torch.Generator().manual_seed(3)
+    normal = lambda *shape: torch.randn(*shape, generator=draw)  # noqa: E731
+    key, beta = normal(tokens, heads, 128), torch.sigmoid(normal(tokens, heads))
+    gate = -5 * torch.sigmoid(2 * normal(tokens, heads, 128) - 1)
+    if kind in ("slow", "repeated"):
+        slowness = torch.exp(torch.rand(heads, 128, generator=draw) * 11.5)
+        gate = (-(0.5 + torch.rand(tokens, heads, 128, generator=draw)) / slowness).clamp(min=-5)
+    if kind == "repeated":
+        key = key[::64].repeat_interleave(64, 0)[:tokens] + 0.2 * key
+        beta = 0.9 + 0.1 * beta
+    if kind == "fastest":
+        gate = torch.full_like(gate, -5.0)
+    streams = (F.normalize(normal(tokens, heads, 128), dim=-1) * 128**-0.5, F.normalize(key, dim=-1))
+    streams = [x.bfloat16() for x in (*streams, normal(tokens, heads, 128))]
+    return [x.to(device) for x in (*streams, gate, beta, 0.1 * normal(sequences, heads, 128, 128))]
+
+
+def draw_raw(tokens, heads, sequences, device):
+    draw = torch.Generator().manual_seed(4)
+    normal = lambda *shape: torch.randn(*shape, generator=draw)  # noqa: E731
+    streams = [normal(tokens, heads, 128).bfloat16() for _ in range(4)]
+    numbers = (normal(tokens, heads).bfloat16(), 0.3 * normal(heads), normal(heads, 128) - 2)
+    return [x.to(device) for x in (*streams, *numbers, 0.1 * normal(sequences, heads, 128, 128))]
+
+
+def relative(found, expected):
+    assert torch.isfinite(found).all()
+    return ((found.double() - expected).norm() / expected.norm().clamp_min(1e-12)).item()
+
+
+def outcome(operation, x, starts, states_at, read_only, **options):
+    leaves = [tensor.detach().requires_grad_() for tensor in x]
+    result = operation(*leaves, starts, states_at=states_at, **options)
+    outputs = [y for y in (result[:1] if read_only else result) if y.numel()]
+    draw = torch.Generator().manual_seed(1)
+    weights = [torch.randn(y.shape, generator=draw).bfloat16().to(y.device, y.dtype) for y in outputs]
+    return [y for y in result if y.numel()], torch.autograd.grad(outputs, leaves, weights)
+
+
+def exact_raw(*x, states_at):
+    *raw, state, starts = x
+    query, key, value, gate, beta, rates, biases = raw
+    query, key, log_decay, beta = activate(query, key, gate, beta, rates, biases, -5.0)
+    return reference.kda(query, key, value, log_decay, beta, state, starts, states_at=states_at)
+
+
+def test_raw_inputs_on_a_cpu_give_what_activated_ones_do():
+    x = [t.double() for t in draw_raw(12, 2, 2, "cpu")]
+    x = [t[..., :32] if t.dim() == 3 else t[:, :32] if t.shape == (2, 128) else t for t in x]
+    x[7] = x[7][..., :32, :32]
+    starts = (0, 5, 12)
+    found = outcome(kda_from_raw, x, starts, (3,), False, lowest_log_decay=-5.0)
+    expected = outcome(exact_raw, x, starts, (3,), False)
+    for pair in zip(found, expected, strict=True):
+        torch.testing.assert_close(*(list(map(torch.nan_to_num, y)) for y in pair), rtol=1e-9, atol=1e-11)
+
+
+@pytest.fixture
+def hopper():
+    if not passes.available(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU and cuda-bindings")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["random", "slow", "repeated", "fastest"])
+@pytest.mark.parametrize(
+    ("lengths", "heads", "states_at", "read_only"),
+    [
+        ((512,), 2, (), True),  # without gradients of states, which would hide errors of others
+        ((300, 0, 1, 211), 3, (150, 300, 301), False),
+        ((200,), 70, (100,), False),
+        ((3000, 100), 2, (2999,), False),
+    ],
+)
+def test_errors_on_hopper_stay_below_the_bars(hopper, kind, lengths, heads, states_at, read_only):
+    x = draw_activated(sum(lengths), heads, len(lengths), kind, "cuda")
+    starts = tuple(accumulate(lengths, initial=0))
+    assert passes.takes(*x[:3], bounded=True)
+    found = outcome(kda, x, starts, states_at, read_only, lowest_log_decay=-5.0)
+    expected = outcome(reference.kda, [t.double() for t in x], starts, states_at, read_only)
+    of_outputs, of_gradients = BARS.get(kind, (6e-3, 8e-3))
+    assert max(map(relative, found[0], expected[0])) < of_outputs
+    errors = dict(zip(NAMES, map(relative, found[1], expected[1]), strict=True))
+    assert max(errors.values()) < of_gradients, errors
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("lengths", "heads"), [((512,), 2), ((130, 0, 1, 200), 5), ((200,), 70)])
+def test_raw_inputs_on_hopper_stay_below_the_bars(hopper, lengths, heads):
+    x = draw_raw(sum(lengths), heads, len(lengths), "cuda")
+    starts = tuple(accumulate(lengths, initial=0))
+    found = outcome(kda_from_raw, x, starts, (), True, lowest_log_decay=-5.0)
+    expected = outcome(exact_raw, [t.double() for t in x], starts, (), True)
+    assert max(map(relative, found[0], expected[0])) < 6e-3
+    errors = dict(zip(RAW_NAMES, map(relative, found[1], expected[1]), strict=True))
+    # Sums over all tokens of terms of either sign, rounded once each: a head's one number cancels most.
+    assert errors.pop("rates") < 2e-2
+    assert max(errors.values()) < 8e-3, errors
+
+
+@pytest.mark.gpu
+def test_slices_of_one_projection_are_read_in_place(hopper):
+    x = draw_activated(200, 2, 1, "slow", "cuda")
+    fused = torch.cat(x[:3], dim=-1)
+    query, key, value = fused.split(128, dim=-1)
+    assert launch.aligned(query) is query
+    found = kda(query, key, value, *x[3:], (0, 200), lowest_log_decay=-5.0)
+    assert torch.equal(found.read, kda(*x, (0, 200), lowest_log_decay=-5.0).read)
+    odd = torch.cat([x[0][..., :1], *x[:3]], dim=-1)[..., 1:].split(128, dim=-1)
+    found = kda(*odd, *x[3:], (0, 200), lowest_log_decay=-5.0)
+    assert torch.equal(found.read, kda(*x, (0, 200), lowest_log_decay=-5.0).read)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(500, 3), (3000,)])
+def test_a_graph_on_hopper_replays_what_was_run_every_time(hopper, lengths):
+    x = draw_activated(sum(lengths), 2, len(lengths), "random", "cuda")
+    starts = tuple(accumulate(lengths, initial=0))
+    trained = kda(*(t.requires_grad_() for t in x), starts, lowest_log_decay=-5.0)
+    x = [t.detach() for t in x]
+    eager = kda(*x, starts, lowest_log_decay=-5.0)
+    assert torch.equal(trained.read, eager.read)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = kda(*x, starts, lowest_log_decay=-5.0)
+    for _ in range(3):
+        captured.read.fill_(float("nan"))
+        captured.state.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(captured.read, eager.read)
+        assert torch.equal(captured.state, eager.state)
+
+
+@pytest.mark.gpu
+def test_gradients_on_hopper_are_the_same_every_time(hopper):
+    x = draw_activated(400, 3, 2, "slow", "cuda")
+    first, second = (outcome(kda, x, (0, 150, 400), (), False, lowest_log_decay=-5.0)[1] for _ in range(2))
+    assert all(map(torch.equal, first, second))
