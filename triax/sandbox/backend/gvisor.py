@@ -18,6 +18,7 @@ from triax.sandbox.backend.child import Child, Ends, Spawned, ran
 from triax.sandbox.backend.disk import copy_disk, empty_disk, flush, keep_disk, until_released
 from triax.sandbox.backend.group import Group, Hierarchies
 from triax.sandbox.backend.layout import PATH, refuse_image, skeleton
+from triax.sandbox.backend.owned import COMMAND
 from triax.sandbox.backend.process import ended_meanwhile
 from triax.sandbox.backend.tree import Tree
 from triax.sandbox.command import variables, words
@@ -286,9 +287,7 @@ class GvisorMachine:
             raise SandboxError(f"user {user!r}: found no such user; give a number, `root` or `user`", "refused")
         folder = cwd or self.spec.cwd or ("/root" if number == 0 else "/home/user")
         if not folder.startswith(("/proc", "/dev", "/sys", "/usr")):
-            entry = await asyncio.to_thread(self.tree.stat, folder + "/.")
-            if entry.kind != "directory":
-                raise SandboxError(f"cwd {folder!r}: is no folder; make it first", "refused", status=404)
+            await asyncio.to_thread(self._enter, folder)
         own = {
             "PATH": FIRST_PATH,
             "HOME": "/root" if number == 0 else "/home/user",
@@ -296,8 +295,8 @@ class GvisorMachine:
             "TERM": "xterm-256color",
         }
         own |= {"TRIAX_SANDBOX": self.id, "TRIAX_GENERATION": str(self.generation)}
-        whole = own | variables(self.spec.env) | variables(env)
         token = str(next(self._numbers))
+        whole = own | variables(self.spec.env) | variables(env) | {COMMAND: token}
         inside = [f"--env={name}={value}" for name, value in whole.items()]
         capabilities = [f"--cap={name}" for name in ALLOWED]
         run = [
@@ -330,6 +329,14 @@ class GvisorMachine:
         child = Child(spawned, ends, keep=keep, signal=send, marked=True, describe=describe)
         self._children = {kept for kept in self._children if kept.running} | {child}
         return child
+
+    def _enter(self, folder: str) -> None:
+        try:
+            self.tree.stat(f"{folder}/.")
+        except SandboxError as error:
+            raise SandboxError(
+                f"cwd {folder!r}: cannot be entered; make the folder first", "refused", status=404
+            ) from error
 
     async def _tell(self, number: int, token: str) -> None:
         await ran(self.backend.runsc("exec", self.name, RELAY, "tell", str(number), token), timeout_s=START_S)

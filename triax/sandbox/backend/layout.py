@@ -45,6 +45,7 @@ def skeleton(image: str | None) -> dict[str, str | bytes | None]:
             **_copied(),
         }
     over: dict[str, str | bytes | None] = {"root/": None, "work/": None, "upper/home/user/": None, "upper/tmp/": None}
+    over["upper/root/"] = None
     for name in WRITABLE:
         place = Path(image) / name
         # where an image has a symlink, a folder over it would hide what it leads to

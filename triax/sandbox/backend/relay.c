@@ -15,13 +15,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 enum { CHUNK = 65536, AT_FOLDER = 124, MOST = 65536 };
 
 static pid_t command;
+static char *token;
 static volatile sig_atomic_t detach, ended, doomed;
 
 static void on_signal(int number) {
@@ -46,21 +46,43 @@ static int parent_of(int pid) {
     return parent;
 }
 
-/* Ends everything below this process, even what starts more meanwhile. */
+/* Whether a process has this one's label in its variables: one whose parents are gone is known by that alone. */
+static int is_labelled(int pid) {
+    static char text[1 << 18], label[64];
+    char path[64];
+    snprintf(label, sizeof label, "TRIAX_COMMAND=%s", token);
+    snprintf(path, sizeof path, "/proc/%d/environ", pid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return 0;
+    ssize_t size = 0, part;
+    while (size < (ssize_t)sizeof text && (part = read(fd, text + size, sizeof text - size)) > 0) size += part;
+    close(fd);
+    size_t length = strlen(label) + 1;
+    for (ssize_t at = 0; at + (ssize_t)length <= size; at++)
+        if ((at == 0 || !text[at - 1]) && !memcmp(text + at, label, length)) return 1;
+    return 0;
+}
+
+/* Ends everything that the command started, even what starts more meanwhile: what is stopped starts nothing. */
 static void end_all(void) {
-    for (int round = 0; round < 100; round++) {
-        int found = 0;
+    static int found[MOST];
+    int count = 0;
+    for (int fresh = 1; fresh;) {
+        fresh = 0;
         DIR *folder = opendir("/proc");
         if (!folder) break;
-        for (struct dirent *entry; (entry = readdir(folder));) {
-            int pid = atoi(entry->d_name), above = pid;
-            for (int depth = 0; above > 1 && above != getpid() && depth < MOST; depth++) above = parent_of(above);
-            if (pid > 1 && pid != getpid() && above == getpid() && kill(pid, SIGKILL) == 0) found++;
+        for (struct dirent *entry; count < MOST && (entry = readdir(folder));) {
+            int pid = atoi(entry->d_name), above = pid, known = 0;
+            if (pid < 2 || pid == getpid()) continue;
+            for (int i = 0; i < count && !known; i++) known = found[i] == pid;
+            if (known) continue;
+            for (int depth = 0; above > 1 && above != getpid() && depth < 1000; depth++) above = parent_of(above);
+            if (above != getpid() && !is_labelled(pid)) continue;
+            if (kill(pid, SIGSTOP) == 0) found[count++] = pid, fresh = 1;
         }
         closedir(folder);
-        while (waitpid(-1, NULL, WNOHANG) > 0) {}
-        if (!found) break;
     }
+    for (int i = 0; i < count; i++) kill(found[i], SIGKILL);
 }
 
 static void let_go(void) {
@@ -86,7 +108,6 @@ static int carry(int from, int to) {
 static int run(char *folder, char **arguments) {
     int in[2], out[2], err[2];
     if (pipe2(in, O_CLOEXEC) || pipe2(out, O_CLOEXEC) || pipe2(err, O_CLOEXEC)) return AT_FOLDER;
-    prctl(PR_SET_CHILD_SUBREAPER, 1);
     struct sigaction act = {.sa_handler = on_signal};
     int caught[] = {SIGUSR1, SIGUSR2, SIGCHLD, SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGCONT, SIGTSTP, SIGWINCH};
     for (unsigned i = 0; i < sizeof caught / sizeof *caught; i++) sigaction(caught[i], &act, NULL);
@@ -162,7 +183,7 @@ static int run(char *folder, char **arguments) {
 }
 
 /* Signals the relay with a token, or every relay. */
-static int tell(int number, char *token) {
+static int tell(int number, char *wanted) {
     DIR *folder = opendir("/proc");
     if (!folder) return 1;
     for (struct dirent *entry; (entry = readdir(folder));) {
@@ -174,7 +195,7 @@ static int tell(int number, char *token) {
         close(fd);
         static const char start[] = "/run/triax/relay\0run";
         if (size <= (ssize_t)sizeof start || memcmp(text, start, sizeof start)) continue;
-        if (!strcmp(token, "all") || !strcmp(token, text + sizeof start)) kill(pid, number);
+        if (!strcmp(wanted, "all") || !strcmp(wanted, text + sizeof start)) kill(pid, number);
     }
     closedir(folder);
     usleep(30000); /* three times as long as a relay takes to notice */
@@ -182,7 +203,10 @@ static int tell(int number, char *token) {
 }
 
 int main(int num_arguments, char **arguments) {
-    if (num_arguments > 4 && !strcmp(arguments[1], "run")) return run(arguments[3], arguments + 4);
+    if (num_arguments > 4 && !strcmp(arguments[1], "run")) {
+        token = arguments[2];
+        return run(arguments[3], arguments + 4);
+    }
     if (num_arguments == 3 && !strcmp(arguments[1], "name")) return sethostname(arguments[2], strlen(arguments[2])) != 0;
     if (num_arguments == 4 && !strcmp(arguments[1], "tell")) return tell(atoi(arguments[2]), arguments[3]);
     if (num_arguments == 2 && !strcmp(arguments[1], "first"))
