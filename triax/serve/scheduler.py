@@ -17,6 +17,7 @@ from triax.serve.shares import shared_out
 
 MOST_DEFERRED = 64  # sequences of a class that one plan looks past because their prefix is on its way
 MOST_REFUSALS = 256  # plans without room for a sequence, after which nobody else may take what becomes free
+MOST_RECLAIMS = 3  # times that a sequence gives back what its class has borrowed; then it may finish
 MOST_FAILURES = 2  # failed steps after which a sequence is given up
 MOST_IN_FLIGHT = 2  # one plan runs, the next one is ready
 
@@ -48,6 +49,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, int]] = []
         self._open: deque[tuple[Plan, list[Sequence]]] = deque()
         self._follows: dict[int, tuple[Sequence, int]] = {}  # a waiting sequence, whose prompt it waits for, how far
+        self._owed: Sequence | None = None  # what becomes free is for this one
         self._next_number = 1
         self._step = 0
         self.counts = {"steps": 0, "preemptions": 0, "deferred": 0, "failed_steps": 0}
@@ -222,7 +224,7 @@ class Scheduler:
         usage = self._usage() if len(demand) > 1 else dict.fromkeys(demand, 0.0)
         shares = {name: self.settings.classes[name].share for name in demand}
         allotted = shared_out(budget, demand, shares)
-        order = sorted(demand, key=lambda name: usage.get(name, 0.0) / shares[name])
+        order = sorted(demand, key=lambda name: (self._urgency(name), usage.get(name, 0.0) / shares[name]))
         left, is_blocked = budget, False
         for allowance in (allotted, None):  # each its share first, then whatever is left
             for name in order:
@@ -238,6 +240,10 @@ class Scheduler:
                     is_blocked |= was_refused and not is_lent
                 left -= spent
         return budget - left
+
+    def _urgency(self, name: str) -> float:
+        waiting = self._waiting[name]
+        return float(waiting[0][0][0]) if waiting else float("inf")
 
     def _demand(self, prompts: dict[str, list[Sequence]], budget: int) -> dict[str, int]:
         """Return how many tokens each class could use, as far as it matters."""
@@ -256,7 +262,7 @@ class Scheduler:
     def _plan_chunk(self, sequence: Sequence, budget: int, rows: list[Row], members: list[Sequence]) -> int:
         holding, start = sequence.holding, sequence.planned
         assert holding is not None
-        first, place = start, bisect_right(holding.places, start)
+        first, index, place = start, None, bisect_right(holding.places, start)
         if sequence.last_step == self._step:  # it has a row already: let it go further
             index = members.index(sequence)
             first = rows[index].position
@@ -268,7 +274,7 @@ class Scheduler:
         samples = end == sequence.target
         tokens, media = tuple(sequence.tokens[first:end]), sequence.media_between(first, end)
         row = Row(sequence.number, tokens, first, holding.slot, holding.table, "prefill", samples=samples, media=media)
-        if sequence.last_step == self._step:
+        if index is not None:
             rows[index] = row
         else:
             rows.append(row)
@@ -286,14 +292,15 @@ class Scheduler:
     def _admit(self, name: str, budget: int, rows: list[Row], members: list[Sequence]) -> tuple[int, bool]:
         """Start waiting sequences of a class; return tokens used, and whether one had no room."""
         waiting, spent, was_refused = self._waiting[name], 0, False
-        first = self._impatient()
+        if self._owed is not None and self._owed.is_closing:
+            self._owed = None
         deferred: list[tuple[tuple[int, int], Sequence]] = []
         while waiting and spent < budget and len(deferred) < MOST_DEFERRED:
             sequence = waiting[0][1]
             if sequence.is_closing:
                 heapq.heappop(waiting)
                 continue
-            if first is not None and sequence.order > first.order and sequence is not first:
+            if not self._may_start(sequence):
                 break
             if self._must_follow(sequence):
                 deferred.append(heapq.heappop(waiting))
@@ -306,6 +313,8 @@ class Scheduler:
             if not self._start(sequence, match):
                 was_refused = True
                 sequence.refusals += 1
+                if sequence.refusals > MOST_REFUSALS and self._owed is None:
+                    self._owed = sequence
                 self.manager.prefetch(match, spare=len(self.running))
                 break
             heapq.heappop(waiting)
@@ -315,11 +324,11 @@ class Scheduler:
         self.counts["deferred"] += len(deferred)
         return spent, was_refused
 
-    def _impatient(self) -> Sequence | None:
-        """Return the sequence that has been refused too often: nobody after it may start before it."""
-        heads = [waiting[0][1] for waiting in self._waiting.values() if waiting]
-        late = [one for one in heads if one.refusals > MOST_REFUSALS and not one.is_closing]
-        return min(late, key=lambda one: one.order, default=None)
+    def _may_start(self, sequence: Sequence) -> bool:
+        owed = self._owed
+        if owed is None or sequence is owed or sequence.request.priority < owed.request.priority:
+            return True
+        return sequence.class_name == owed.class_name and sequence.order < owed.order
 
     def _start(self, sequence: Sequence, match: Match) -> bool:
         request, reclaimed = sequence.request, False
@@ -348,6 +357,8 @@ class Scheduler:
         sequence.holding = holding
         sequence.target, sequence.planned = len(sequence.tokens), holding.position
         sequence.is_parking, sequence.refusals = False, 0
+        if self._owed is sequence:
+            self._owed = None
         if sequence.cached_tokens is None:
             sequence.cached_tokens, sequence.matched_tokens = holding.cached, min(holding.matched, len(sequence.tokens))
             counts = self.manager.counts
@@ -371,7 +382,6 @@ class Scheduler:
             one
             for one in self.running
             if not one.is_closing
-            and one.last_step != self._step
             and (
                 one.request.priority > sequence.request.priority
                 or (
@@ -379,17 +389,27 @@ class Scheduler:
                     and one.request.priority == sequence.request.priority
                     and one.class_name != sequence.class_name
                     and usage[one.class_name] > classes[one.class_name].share
+                    and one.preemptions < MOST_RECLAIMS
                 )
             )
         ]
-        if not givers or any(one.is_parking for one in self.running):
+        if any(one.is_parking for one in self.running):
             return False
-        given = sum(len(one.holding.pages) for one in givers if one.holding is not None)
-        if given + self.manager.tiers.available_pages < needed:
+        promised = self.manager.tiers.available_pages
+        chosen: list[Sequence] = []
+        for one in sorted(givers, key=lambda one: one.order, reverse=True):
+            chosen.append(one)
+            assert one.holding is not None
+            promised += len(one.holding.pages)
+            others = len(self.running) - len(chosen)
+            if promised >= needed + others + 1 or not others:
+                break
+        else:
             return False
-        victim = max(givers, key=lambda one: one.order)
-        self._park(victim)
-        return victim.holding is None
+        for one in chosen:
+            self._park(one)
+        self._owed = sequence
+        return any(one.holding is None for one in chosen)
 
     def _usage(self) -> dict[str, float]:
         """Return the share of slots or pages, whichever is larger, that each class holds."""

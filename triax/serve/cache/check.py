@@ -150,11 +150,11 @@ def _holdings(manager: Manager) -> Iterator[str]:
         if len(holding.pages) * size < holding.position:
             yield f"{where} has tokens without pages"
         tokens: list[int] = []
-        node: Node | None = holding.node
-        while node is not None:
+        node = holding.node
+        while node.parent is not None:
             tokens[:0] = node.tokens
             node = node.parent
-        if tokens != list(holding.keys[: holding.published * size]):
+        if node.salt != holding.salt or tokens != list(holding.keys[: holding.published * size]):
             yield f"{where} follows a path that is not its own"
         if holding.tail is not None:
             start = holding.published * size
