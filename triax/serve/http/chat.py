@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from triax.data.chat import Arguments, CallStart, Content, Event, Promoted, Reasoning
 from triax.serve.http.answer import Turn, Whole, run, unless_gone, usage_tree
-from triax.serve.http.face import DONE, FAULTS, SIGN_OF_LIFE, Face, StrictRoute, dumps, event
+from triax.serve.http.face import DONE, SIGN_OF_LIFE, STREAMED, Face, StrictRoute, dumps, event
 from triax.serve.http.fault import refuse
 from triax.serve.http.model import Model
 from triax.serve.http.prompt import Prepared, check_fixed, prepare_chat, requests_of
@@ -25,7 +25,7 @@ def router(face: Face) -> APIRouter:
     """Return the endpoint."""
     routes = APIRouter(route_class=StrictRoute, tags=["generate"])
 
-    @routes.post("/v1/chat/completions", responses=FAULTS)
+    @routes.post("/v1/chat/completions", responses=STREAMED)
     async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
         """Answer a conversation."""
         model = face.admit(body.model, body.n or 1)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from triax.errors import DataError
 from triax.serve.http.answer import run, unless_gone, usage_tree
-from triax.serve.http.face import DONE, FAULTS, SIGN_OF_LIFE, Face, StrictRoute, dumps, event
+from triax.serve.http.face import DONE, SIGN_OF_LIFE, STREAMED, Face, StrictRoute, dumps, event
 from triax.serve.http.fault import Fault, refuse
 from triax.serve.http.model import Model
 from triax.serve.http.prompt import Prepared, check_fixed, requests_of
@@ -27,7 +27,7 @@ def router(face: Face) -> APIRouter:
     """Return the endpoint."""
     routes = APIRouter(route_class=StrictRoute, tags=["generate"])
 
-    @routes.post("/v1/completions", responses=FAULTS)
+    @routes.post("/v1/completions", responses=STREAMED)
     async def completions(body: CompletionRequest, request: HttpRequest) -> Response:
         """Continue texts."""
         model = face.admit(body.model, (body.n or 1) * _num_prompts(body))

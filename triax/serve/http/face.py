@@ -198,3 +198,7 @@ FAULTS: dict[int | str, dict[str, Any]] = {
     429: {"description": "Too many requests; `Retry-After` says when to come again."},
     503: {"description": "The model is being loaded, the engine is being restarted, or the server is stopping."},
 }
+
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer; with `stream`, as events.", "content": {"text/event-stream": {}}}
+} | FAULTS

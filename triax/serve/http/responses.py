@@ -13,7 +13,7 @@ from starlette.responses import Response
 from triax.data.chat import Event
 from triax.serve.http.answer import Turn, unless_gone, usage_tree
 from triax.serve.http.chat import Chat
-from triax.serve.http.face import FAULTS, SIGN_OF_LIFE, Face, StrictRoute, dumps
+from triax.serve.http.face import SIGN_OF_LIFE, STREAMED, Face, StrictRoute, dumps
 from triax.serve.http.fault import refuse
 from triax.serve.http.model import Model
 from triax.serve.http.output import Output
@@ -27,7 +27,7 @@ def router(face: Face) -> APIRouter:
     """Return the endpoint."""
     routes = APIRouter(route_class=StrictRoute, tags=["generate"])
 
-    @routes.post("/v1/responses", responses=FAULTS)
+    @routes.post("/v1/responses", responses=STREAMED)
     async def responses(body: ResponsesRequest, request: HttpRequest) -> Response:
         """Answer a conversation, as items."""
         model = face.admit(body.model)
