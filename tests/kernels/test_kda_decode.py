@@ -166,10 +166,11 @@ def on_host(monkeypatch, tmp_path_factory):
         assert fused.shared_bytes(defines) < 227 * 1024
         return ctypes.CDLL(str(library)).run, 0
 
-    def launch(run, blocks, threads, shared, values, kinds):
-        pointers, strides, numbers = values[:20], values[20:37], values[37:]
+    def launch(run, grid, threads, shared, arguments):
+        pointers = [0 if x is None else x.data_ptr() for x in arguments[:20]]
+        strides, numbers = ([x.value for x in part] for part in (arguments[20:37], arguments[37:]))
         run(
-            blocks,
+            *grid,
             (ctypes.c_void_p * 20)(*pointers),
             (ctypes.c_longlong * 17)(*strides),
             (ctypes.c_float * 2)(*numbers),

@@ -1,6 +1,7 @@
 """CUDA C++ compiled when it is first needed, with the compiler that torch's CUDA builds bring; no build step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from ctypes import addressof, c_void_p
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from triax.errors import UnsupportedError
 
@@ -58,7 +60,12 @@ def compile(source: str, defines: Mapping[str, str | int], architecture: str) ->
 
 @lru_cache(maxsize=256)
 def load(
-    paths: tuple[Path, ...], name: str, defines: tuple[tuple[str, str | int], ...], shared: int, device: int
+    paths: tuple[Path, ...],
+    name: str,
+    defines: tuple[tuple[str, str | int], ...],
+    shared: int,
+    device: int,
+    before: str = "",
 ) -> Any:
     """Compile source files as one text and load one of its kernels.
 
@@ -68,6 +75,7 @@ def load(
         defines: Macros, name by name.
         shared: Bytes of dynamic shared memory that a block will ask for.
         device: Number of the GPU.
+        before: Source that stands before the files.
 
     Raises:
         UnsupportedError: The source does not compile, or this GPU cannot load it.
@@ -76,11 +84,8 @@ def load(
     with torch.cuda.device(device):
         major, minor = torch.cuda.get_device_capability(device)
         torch.cuda.current_stream().synchronize()  # the device's context exists from here on
-        code = compile(
-            "\n".join(path.read_text() for path in paths),
-            dict(defines),
-            f"sm_{major}{minor}{'a' if major >= 9 else ''}",
-        )
+        text = "\n".join((before, *(path.read_text() for path in paths)))
+        code = compile(text, dict(defines), f"sm_{major}{minor}{'a' if major >= 9 else ''}")
         module = _checked(driver.cuModuleLoadData(code))
         function = _checked(driver.cuModuleGetFunction(module, name.encode()))
         if shared > DEFAULT_SHARED:
@@ -89,22 +94,24 @@ def load(
     return function
 
 
-def launch(
-    function: Any, blocks: int, threads: int, shared: int, values: tuple[Any, ...], kinds: tuple[Any, ...]
-) -> None:
+def launch(function: Any, blocks: tuple[int, ...], threads: int, shared: int, arguments: Sequence[Any]) -> None:
     """Start a loaded kernel on torch's current stream.
 
     Args:
         function: What `load` returned.
-        blocks: Blocks of the grid.
+        blocks: Blocks of the grid along one to three axes.
         threads: Threads a block.
         shared: Bytes of dynamic shared memory a block.
-        values: Arguments; tensors by address (0 for none).
-        kinds: Their C types, from `ctypes`.
+        arguments: The kernel's arguments in order: tensors, none for a null pointer, or values of `ctypes`.
     """
     driver: Any = import_module("cuda.bindings.driver")
+    values = [
+        c_void_p(0 if x is None else x.data_ptr()) if x is None or isinstance(x, Tensor) else x for x in arguments
+    ]
+    places = (c_void_p * len(values))(*(addressof(value) for value in values))
     stream = torch.cuda.current_stream().cuda_stream
-    _checked(driver.cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared, stream, (values, kinds), 0))
+    grid = (*blocks, 1, 1)[:3]
+    _checked(driver.cuLaunchKernel(function, *grid, threads, 1, 1, shared, stream, addressof(places), 0))
 
 
 def _checked(outcome: tuple[Any, ...]) -> Any:

@@ -19,7 +19,6 @@ LARGEST = 128 * 256  # numbers of a state that the registers of a block hold
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "float"}
 MOST_TOKENS = 64
 THREADS = 256
-KINDS = (ctypes.c_void_p,) * 20 + (ctypes.c_longlong,) * 15 + (ctypes.c_int,) * 2 + (ctypes.c_float,) * 2
 ALIGNMENT = 16  # bytes that the copy engine moves at least
 
 
@@ -152,7 +151,7 @@ def arguments(
     pending: Records | None,
     accepted: Tensor | None,
 ) -> tuple[list[Tensor | None], list[int], list[float]]:
-    """Return the kernel's arguments in order: tensors, strides and the number of heads, and two numbers."""
+    """Return the kernel's arguments in order: tensors, strides, and two numbers."""
     strides = [0] * 11
     streams: list[Tensor | None] = [None] * 4
     if inputs is not None:
@@ -170,7 +169,7 @@ def arguments(
     lowest = None if weights is None else weights.lowest_log_decay
     return (
         tensors,
-        [*strides, *of_old, *of_slots, state.shape[1]],
+        [*strides, *of_old, *of_slots],
         [0.0 if weights is None else weights.norm_eps, 0.0 if lowest is None else lowest],
     )
 
@@ -205,9 +204,15 @@ def _walk(
         state.device.index,
     )  # fmt: skip
     items = len(slot) * heads
-    values = (*(0 if x is None else x.data_ptr() for x in tensors), *strides, items, *numbers)
+    values = (
+        *(ctypes.c_longlong(stride) for stride in strides),
+        ctypes.c_int(heads),
+        ctypes.c_int(items),
+        *(ctypes.c_float(number) for number in numbers),
+    )
     with torch.cuda.device(state.device):
-        nvrtc.launch(function, min(items, resident(state.device, shared)), THREADS, shared, values, KINDS)
+        blocks = min(items, resident(state.device, shared))
+        nvrtc.launch(function, (blocks,), THREADS, shared, (*tensors, *values))
 
 
 @lru_cache(maxsize=256)

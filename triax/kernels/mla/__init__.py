@@ -64,8 +64,10 @@ def decode(
     if find_spec("triton") is None:
         reason = "an installation without Triton"
     else:
-        from triax.kernels.mla import split
+        from triax.kernels.mla import hopper, split
 
+        if hopper.unsupported(query, latent, value_dim) is None:
+            return hopper.decode(*inputs)
         reason = split.unsupported(query, latent, value_dim)
         if reason is None:
             return split.decode(*inputs)

@@ -136,7 +136,7 @@ def decode(
             "wide, pages a power of two from 16; `triax.kernels.mla.decode` falls back by itself"
         )
     count, queries, heads, width = query.shape
-    group = min(64, max(16, triton.next_power_of_2(heads)))
+    group = 16 if heads <= 16 else 32 if heads <= 32 else 64
     groups = -(-heads // group)
     parts = splits(count * queries * groups, table.shape[1], processors(query.device))
     query, latent = _last_contiguous(query), latent if latent[:1].is_contiguous() else latent.contiguous()

@@ -1,0 +1,138 @@
+"""The paged attention of K3's latents, 512 and 64 wide, on Hopper's matrix units without padding the heads."""
+
+import ctypes
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from triax.errors import UnsupportedError
+from triax.kernels import nvrtc
+from triax.kernels.mla.split import LOG2_E, joined, processors, splits, workspace
+
+SOURCE = Path(__file__).with_name("hopper.cu")
+LATENT, WIDTH, PAGE = 512, 576, 64
+MOST_HEADS = 96
+THREADS = 384
+PIECE = 64 * 128  # bytes of 64 tokens by 64 channels
+ROOM = 227 * 1024  # bytes of shared memory a block may have
+
+TYPES = """
+typedef unsigned int u32;
+typedef unsigned long long u64;
+struct alignas(64) TensorMap { char bytes[128]; };
+"""
+
+
+def unsupported(query: Tensor, latent: Tensor, value_dim: int) -> str | None:
+    """Say what of these inputs the kernel cannot take, if anything."""
+    if query.dtype is not torch.bfloat16 or latent.dtype is not torch.bfloat16:
+        return f"dtypes `{query.dtype}` and `{latent.dtype}`"
+    if latent.shape[1:] != (PAGE, WIDTH) or value_dim != LATENT:
+        return f"pages of `{tuple(latent.shape[1:])}` with latents of `{value_dim}`"
+    if not latent.is_contiguous() or latent.data_ptr() % 16:
+        return "pages that do not follow each other in memory"
+    if not nvrtc.is_available() or torch.cuda.get_device_capability(query.device)[0] != 9:
+        return "this GPU or installation"
+    return None
+
+
+def decode(
+    query: Float[Tensor, "N W H L"],
+    latent: Float[Tensor, "pages page L"],
+    table: Int[Tensor, "N P"],
+    seen: Int[Tensor, "N W"],
+    scale: float,
+    value_dim: int,
+) -> Float[Tensor, "N W H V"]:
+    """See `triax.kernels.mla.decode`.
+
+    Raises:
+        UnsupportedError: The kernel has no form for these dtypes, widths or pages, or for this GPU.
+    """
+    reason = unsupported(query, latent, value_dim)
+    if reason is not None:
+        raise UnsupportedError(
+            f"kernels.mla.hopper: no kernel for {reason}; it takes bf16 pages of {PAGE} tokens, {WIDTH} wide, latents "
+            f"{LATENT} wide, on Hopper; `triax.kernels.mla.decode` takes another kernel by itself"
+        )
+    count, queries, heads, _ = query.shape
+    if not query.numel():
+        return query.new_empty(count, queries, heads, value_dim, dtype=torch.float32)
+    groups = -(-heads // MOST_HEADS)
+    columns = -(-heads // (groups * 16)) * 16
+    groups = -(-heads // columns)
+    parts = splits(count * queries * groups, table.shape[1], processors(query.device))
+    query, table, seen = query.contiguous(), table.int(), seen.int()
+    table = table if table.stride(-1) == 1 else table.contiguous()
+    part, summary = workspace(query, parts, value_dim)
+    slots = ring_slots(columns)
+    shared = shared_bytes(columns, slots)
+    with torch.cuda.device(query.device):
+        function = _function(columns, slots, shared, query.device.index)
+        values = [
+            _map(query.data_ptr(), count * queries * heads, columns),
+            _map(latent.data_ptr(), len(latent) * PAGE, PAGE),
+            *(table, seen, part, summary),
+            *(ctypes.c_int(x) for x in (table.stride(0), *seen.stride(), queries, heads, parts)),
+            ctypes.c_float(scale * LOG2_E),
+        ]
+        nvrtc.launch(function, (parts, count * queries * groups), THREADS, shared, values)
+    return part[:, :, 0] if parts == 1 else joined(part, summary)
+
+
+def ring_slots(columns: int) -> int:
+    """Return how many pieces of latents find room beside the queries and the shares of this many heads."""
+    return min(18, (ROOM - 1024 - 11 * columns * 128 - 6 * 1024) // PIECE)
+
+
+def shared_bytes(columns: int, slots: int) -> int:
+    """Return the bytes of shared memory that a block needs: the source's arrays, in its order."""
+    small = 8 * (slots + 5) + 4 * (4 * columns + 8 * columns + 2)
+    return 1024 + slots * PIECE + 11 * columns * 128 + small + 16
+
+
+def products(columns: int) -> str:
+    """Return what stands before the source for this many heads."""
+    logits, means = _product("of_logits", columns // 2, lying=0), _product("of_means", columns, lying=1)
+    return TYPES + logits + means
+
+
+def _product(name: str, columns: int, *, lying: int) -> str:
+    """Write `d [64, columns] (+)= a [64, 16] b [16, columns]` from shared memory; `lying`: a comes transposed."""
+    count = columns // 2
+    sums = ",".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    return (
+        f"__device__ __forceinline__ void {name}(float (&d)[{count}], u64 a, u64 b, int add) {{\n"
+        f'    asm volatile("{{\\n.reg .pred add;\\nsetp.ne.b32 add, %{count + 2}, 0;\\n"\n'
+        f'                 "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {{{sums}}}, %{count}, "\n'
+        f'                 "%{count + 1}, add, 1, 1, {lying}, 0;\\n}}"\n'
+        f'                 : {outputs}\n                 : "l"(a), "l"(b), "r"(add));\n}}\n'
+    )
+
+
+@lru_cache(maxsize=16)
+def _function(columns: int, slots: int, shared: int, device: int) -> Any:
+    defines = (("HEADS", columns), ("SLOTS", slots), ("INFINITY", "__int_as_float(0x7f800000)"))
+    return nvrtc.load((SOURCE,), "attend", defines, shared, device, products(columns))
+
+
+@lru_cache(maxsize=256)
+def _map(address: int, rows: int, box: int) -> Any:
+    """Describe rows of bf16 latents to the copy engine, which brings `box` rows of 64 channels at a time."""
+    driver: Any = import_module("cuda.bindings.driver")
+    _, encoded = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, address,
+        [driver.cuuint64_t(WIDTH), driver.cuuint64_t(rows)], [driver.cuuint64_t(WIDTH * 2)],
+        [driver.cuuint32_t(64), driver.cuuint32_t(box)], [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )  # fmt: skip
+    return (ctypes.c_char * 128).from_buffer_copy(ctypes.string_at(encoded.getPtr(), 128))
