@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from triax.errors import CheckpointError, ConfigError
 from triax.log import logger
@@ -69,7 +69,7 @@ class Disk:
         self.folder, self.identity, self.most_bytes = Path(folder), identity, most_bytes
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock: IO = (self.folder / LOCK).open("w")
+            self._lock = (self.folder / LOCK).open("w")
         except OSError as problem:
             raise ConfigError(
                 f"cache.disk.path {self.folder}: cannot be used; {problem.strerror}; name a folder that can be written"
@@ -83,9 +83,11 @@ class Disk:
             ) from None
         for left in self.folder.glob("*.part"):
             left.unlink()
-        self._sizes = {path.name: path.stat().st_size for path in self._files()}
         self.is_full = False
         self.counts = {"saved": 0, "loaded": 0, "damaged": 0, "removed": 0}
+        self._sizes = {path.name: path.stat().st_size for path in self._files()}
+        self._parents: dict[str, str] = {}
+        self._parents = {path.name: entry.parent for path in self._files() if (entry := self._header(path)) is not None}
 
     @property
     def used_bytes(self) -> int:
@@ -172,6 +174,7 @@ class Disk:
             os.fsync(file.fileno())
         part.replace(self.folder / name)
         self._sizes[name] = len(content) + 32
+        self._parents[name] = entry.parent
 
     def _make_room(self, wanted: int, keep: set[str]) -> None:
         """Remove the oldest snapshots, then pages that no entry needs any more, until there is room."""
@@ -187,24 +190,20 @@ class Disk:
         raise OSError(28, "the pool is full and holds nothing that can go")
 
     def _remove_orphans(self, keep: set[str]) -> None:
-        parents = {}
-        for path in self._files():
-            entry = self._header(path)
-            if entry is not None:
-                parents[path.name] = entry.parent
-        needed, queue = set(), [name for name in parents if name.endswith(".slot")] + [*keep]
+        needed, queue = set(), [name for name in self._parents if name.endswith(".slot")] + [*keep]
         while queue:
             name = queue.pop()
             if name and name not in needed:
                 needed.add(name)
-                queue.append(parents.get(name, ""))
-        for name in parents:
+                queue.append(self._parents.get(name, ""))
+        for name in list(self._parents):
             if name not in needed:
                 self._remove(name)
 
     def _remove(self, name: str) -> None:
         (self.folder / name).unlink(missing_ok=True)
         self._sizes.pop(name, None)
+        self._parents.pop(name, None)
         self.counts["removed"] += 1
 
     # loading
