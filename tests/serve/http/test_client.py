@@ -6,25 +6,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-
-def add_up(stream):
-    """Add a stream of chunks up to one message, as a client does."""
-    message = {"content": "", "reasoning_content": "", "calls": {}}
-    reason, usage, warnings = None, None, []
-    for chunk in stream:
-        usage = chunk.usage or usage
-        for choice in chunk.choices:
-            delta = choice.delta
-            message["content"] += delta.content or ""
-            message["reasoning_content"] += getattr(delta, "reasoning_content", None) or ""
-            for call in delta.tool_calls or ():
-                told = message["calls"].setdefault(call.index, {"arguments": ""})
-                if call.id:
-                    told |= {"id": call.id, "name": call.function.name}
-                told["arguments"] += call.function.arguments or ""
-            reason = choice.finish_reason or reason
-            warnings += getattr(choice, "warnings", None) or []
-    return message, reason, usage, warnings
+from .conftest import add_up
 
 
 def whole(response):
