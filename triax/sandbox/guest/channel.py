@@ -36,6 +36,7 @@ class Stream:
         self.ended: asyncio.Future[tuple[int, int, bool]] = loop.create_future()
         for future in (self.started, self.ended):
             future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self.half_closed = False
         self._pieces: deque[tuple[Name, bytes]] = deque()
         self._news = asyncio.Event()
         self._granted = WINDOW
@@ -54,12 +55,12 @@ class Stream:
         return name, data
 
     async def next(self) -> tuple[Name, bytes] | None:
-        """Wait for what comes next; none once all was taken and it has ended."""
+        """Wait for what comes next; none once all was taken and no more comes."""
         while True:
             piece = self.take()
             if piece is not None:
                 return piece
-            if self.ended.done():
+            if self.ended.done() or self.half_closed:
                 return None
             self._news.clear()
             await self._news.wait()
@@ -101,6 +102,11 @@ class Stream:
         if self._granted < 0:
             raise ValueError("a stream sent more than it was granted")
         self._pieces.append((name, data))
+        self._news.set()
+
+    def on_end(self) -> None:
+        """Note that the guest sends no more; it may still be sent to."""
+        self.half_closed = True
         self._news.set()
 
     def on_credit(self, size: int) -> None:
@@ -317,8 +323,7 @@ class Channel(asyncio.Protocol):
             code, signal, killed = struct.unpack("<III", body)
             stream.end((code & 0xFF, signal & 0x7F, bool(killed)))
         elif kind is Kind.END:
-            self.send(Kind.CLOSE, id)
-            stream.end((0, 0, False))
+            stream.on_end()
         elif kind is Kind.FAILED:
             code = struct.unpack_from("<I", body)[0]
             stream.end(AgentRefusal(code, body[4:].decode(errors="replace")))

@@ -174,12 +174,16 @@ async def _relay(stream: Stream, reader: asyncio.StreamReader, writer: asyncio.S
             if writer.can_write_eof():
                 writer.write_eof()
 
-    deeds = [asyncio.ensure_future(inward()), asyncio.ensure_future(outward())]
+    both = asyncio.gather(inward(), outward())
     try:
-        await asyncio.gather(*deeds)
+        # either side may say first that it sends no more; only when the guest's end is gone is nothing left to do
+        await asyncio.wait({both, stream.ended}, return_when=asyncio.FIRST_COMPLETED)
+        if both.done():
+            both.result()
     finally:
-        for deed in deeds:
-            deed.cancel()
+        both.cancel()
+        with suppress(asyncio.CancelledError, OSError, SandboxError):
+            await both
         writer.close()
 
 

@@ -21,6 +21,7 @@ from triax.sandbox.guest.channel import Channel
 
 PROGRAM = "qemu-system-x86_64"
 MACHINE = "microvm,pit=off,pic=off,rtc=on,isa-serial=on,acpi=on,memory-backend=ram,suppress-vmdesc=on"
+TRANSLATED_MIB = 32  # of guest code; more is translated again when needed, and a busy guest's host memory stays bounded
 PROCESSOR = "Nehalem"  # the least that wheels and distributions of today are built for
 
 # what a guest without devices, probes and hardware bugs can leave out of its start; each costs emulated milliseconds
@@ -62,7 +63,11 @@ class Hardware:
 
     def arguments(self, memory: Path) -> list[str]:
         """Return the part of the command line that the guest can see."""
-        accelerator = "kvm" if self.accelerator == "kvm" else f"tcg,thread={'multi' if self.cpus > 1 else 'single'}"
+        accelerator = (
+            "kvm"
+            if self.accelerator == "kvm"
+            else f"tcg,tb-size={TRANSLATED_MIB},thread={'multi' if self.cpus > 1 else 'single'}"
+        )
         backing = f"size={self.memory_mib}M,mem-path={memory},share=off,prealloc=off,dump=off,merge=off"
         return [
             *("-M", MACHINE, "-accel", accelerator, "-m", str(self.memory_mib), "-smp", str(self.cpus)),

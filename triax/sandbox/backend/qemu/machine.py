@@ -167,6 +167,7 @@ class QemuMachine:
         found = []
         while (piece := await stream.next()) is not None:
             found.append(struct.unpack("<I", piece[1])[0])
+        stream.close()
         return sorted(found)
 
     async def attach(self, pid: int) -> GuestProcess:

@@ -134,7 +134,9 @@ void grant(uint32_t id, uint32_t bytes) {
 static void detach(struct stream *stream) {
     stream->id = 0;
     stream->detached = true;
-    if (!stream->pid || stream->told) release(stream);
+    stream->finishing = stream->finishing || !stream->pid; /* what was sent to a connection still arrives there */
+    bool owes = !stream->pid && !stream->connecting && stream->in >= 0 && held(&stream->pending);
+    if (stream->told || (!stream->pid && !owes)) release(stream);
 }
 
 void close_stream(uint32_t id) {
@@ -238,6 +240,13 @@ static void write_to(struct stream *stream) {
     consume(&stream->pending, done);
     stream->taken += done;
     if (size < 0) shut_input(stream);
+    if (size < 0 && !stream->pid) { /* the other side is gone altogether */
+        static const uint32_t nothing[3];
+        if (stream->id) send_frame(EXIT, stream->id, nothing, sizeof nothing);
+        stream->id = 0;
+        stream->detached = true;
+        return;
+    }
     if (stream->id && (stream->taken >= WINDOW / 4 || !held(&stream->pending))) {
         uint32_t bytes = stream->taken;
         send_frame(CREDIT, stream->id, &bytes, sizeof bytes);
@@ -297,6 +306,7 @@ void serve(const struct pollfd *polls) {
         }
         tell_exit(stream);
         bool closed = stream->out < 0 && stream->err < 0;
-        if (stream->pid ? stream->told && closed : closed && stream->in < 0) release(stream);
+        bool unheard = closed || (!stream->pid && stream->detached);
+        if (unheard && (stream->pid ? stream->told : stream->in < 0)) release(stream);
     }
 }
