@@ -4,6 +4,7 @@ Run: python docs/generate.py (part of `make docs`); a test holds that the pages 
 """
 
 from pathlib import Path
+from typing import get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from triax.cli.app import app
 from triax.config.schema import alternatives, element, kind_name, tables
+from triax.config.serve import Serve
 from triax.config.settings import Settings
 from triax.config.show import toml
 from triax.config.train import Recipe
@@ -18,25 +20,44 @@ from triax.config.train import Recipe
 FOLDER = Path(__file__).parent / "reference"
 
 
+OF_RECIPES = """\
+# Settings
+
+Every table and setting of a recipe, generated from the schema. A recipe is a TOML file; `extends` names a
+parent; `key.path=value` on the command line is laid over it; the whole is validated once.
+The word `none` turns off what can be off. How recipes work: [Recipes](../guides/recipes.md).
+"""
+OF_SERVERS = """\
+# Settings of the server
+
+Every table and setting of `triax serve`, generated from the schema. They are given as `key.path=value` on the command
+line, or in a TOML file with `--settings`; the whole is validated once. The word `none` turns off what can be off.
+How servers are run: [Serving](../guides/serve.md).
+"""
+
+
 def settings_page() -> str:
-    """Return the page of all settings: one section a table, one row a setting."""
-    lines = [
-        "# Settings",
-        "",
-        "Every table and setting of a recipe, generated from the schema. A recipe is a TOML file; `extends` names a",
-        "parent; `key.path=value` on the command line is laid over it; the whole is validated once.",
-        "The word `none` turns off what can be off. How recipes work: [Recipes](../guides/recipes.md).",
-        "",
-    ]
-    todo: list[tuple[str, type[Settings]]] = [("", Recipe)]
+    """Return the page of all settings of a recipe."""
+    return tables_page(OF_RECIPES, Recipe, "The recipe")
+
+
+def server_page() -> str:
+    """Return the page of all settings of a server."""
+    return tables_page(OF_SERVERS, Serve, "The server")
+
+
+def tables_page(begin: str, root: type[Settings], name_of_root: str) -> str:
+    """Return a page of settings: one section a table, one row a setting."""
+    lines = begin.split("\n")
+    todo: list[tuple[str, type[Settings]]] = [("", root)]
     while todo:
         path, table = todo.pop(0)
-        kind = kind_name(table)
-        title = f"{path} (kind `{kind}`)" if kind else path or "The recipe"
+        kind = own_kind(table)
+        title = f"{path} (kind `{kind}`)" if kind else path or name_of_root
         lines += [f"## {title}", "", (table.__doc__ or "").split("\n\n")[0].replace("\n", " "), ""]
         lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
         for name, field in table.model_fields.items():
-            if name == "kind":
+            if name == "kind" and kind:
                 continue
             lines.append(f"| `{name}` | {_type(field)} | {_default(field)} | {_cell(field.description or '')} |")
             inner = element(field.annotation)
@@ -46,7 +67,15 @@ def settings_page() -> str:
     return "\n".join(lines)
 
 
+def own_kind(table: type[Settings]) -> str | None:
+    """Return the `kind` that chooses a table; a table whose kind is a choice of its own has none."""
+    field = table.model_fields.get("kind")
+    return kind_name(table) if field is not None and len(get_args(field.annotation)) == 1 else None
+
+
 def _type(field: FieldInfo) -> str:
+    if get_origin(field.annotation) is dict:
+        return "tables by name"
     inner = element(field.annotation)
     if inner is not None:
         return "list of tables" if tables(inner) else f"list of {_words(inner)}"
@@ -75,8 +104,10 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     default = field.get_default(call_default_factory=True)
+    if isinstance(default, dict):
+        return ", ".join(f"`{name}`" for name in default)
     if isinstance(default, Settings):
-        kind = kind_name(type(default))
+        kind = own_kind(type(default))
         return f"kind `{kind}`" if kind else "its own defaults"
     return "`none`" if default is None else f"`{_cell(toml(default))}`"
 
@@ -106,7 +137,7 @@ def verbs() -> list[tuple[str, ...]]:
     return found
 
 
-PAGES = {"settings.md": settings_page, "commands.md": commands_page}
+PAGES = {"settings.md": settings_page, "server.md": server_page, "commands.md": commands_page}
 
 
 def main() -> None:

@@ -118,6 +118,7 @@ def test_continuous_integration_runs_make_test():
 def test_the_page_of_settings_is_current():
     page = ROOT / "docs" / "reference" / "settings.md"
     assert page.read_text() == generator().settings_page(), "run `make docs`"
+    assert (page.parent / "server.md").read_text() == generator().server_page(), "run `make docs`"
 
 
 def test_the_page_of_commands_names_every_verb():

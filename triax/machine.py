@@ -15,6 +15,9 @@ EXTRAS = {
     "video": ("av",),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
+    "serve": ("fastapi", "uvicorn", "zmq", "msgspec", "httpx"),
+    "grammar": ("xgrammar",),
+    "sandbox": ("fastapi", "hypercorn", "h2", "httpx"),
     "dev": ("pytest", "hypothesis", "ruff", "transformers"),
     "docs": ("zensical",),
 }

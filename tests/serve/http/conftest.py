@@ -19,6 +19,16 @@ TEXT = "user system assistant tool message think response tools call argument ro
 VISION = {"slot_token": None, "patch": 14, "merge": 2}
 
 
+def until_ready(log: Path, process: subprocess.Popen, word: str = "ready: ") -> str:
+    """Wait until a server says this; returns its address."""
+    end = time.monotonic() + 120
+    while word not in (told := log.read_text()):
+        if process.poll() is not None or time.monotonic() > end:
+            raise RuntimeError(f"no server: {told}")
+        time.sleep(0.02)
+    return told.split("listening on ")[1].split()[0]
+
+
 class Served:
     """A server that runs."""
 
@@ -29,18 +39,7 @@ class Served:
         command += ["--engine", engine] if engine else []
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stderr=log, stdout=log, env=os.environ | {"NO_COLOR": "1"})
-        self.url = ""
-        self._wait_for("listening on ")
-        self.url = self.log.read_text().split("listening on ")[1].split()[0]
-        if wait:
-            self._wait_for("ready: ")
-
-    def _wait_for(self, word: str) -> None:
-        end = time.monotonic() + 120
-        while word not in self.log.read_text():
-            if self.process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"no server: {self.log.read_text()}")
-            time.sleep(0.02)
+        self.url = until_ready(self.log, self.process, "ready: " if wait else "listening on ")
 
     def script(self, name: str, answer: str, **options) -> str:
         """Teach the engine an answer; a prompt that holds what this returns gets it."""

@@ -233,6 +233,15 @@ def test_a_form_begins_after_the_thinking(ask, server):
     assert server.last()["after"] == []
 
 
+def test_a_form_is_only_asked_for_where_tools_may_be_called(ask, server):
+    options = form(name="x", schema={"type": "object"}) | {"tools": [tool()]}
+    ask(ask.said("{}"), **options)
+    assert server.last()["structure"] is None
+    assert "response_format=json_schema" in server.last()["words"]
+    ask(ask.said("{}"), tool_choice="none", **options)
+    assert server.last()["structure"][0] == "json_schema"
+
+
 def test_sampling_is_the_models_own_unless_asked_otherwise(ask, server):
     ask(ask.said("x"))
     assert (server.last()["temperature"], server.last()["top_p"]) == (1.0, 0.95)
