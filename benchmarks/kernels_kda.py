@@ -1,6 +1,7 @@
 """Kimi Delta Attention over chunks: forward, forward with backward, and the errors of both."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -8,10 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.replay import CEILING, Error, Time, milliseconds, relative
-from triax.kernels.kda import flash, reference
+from triax.kernels.kda import kda, kda_from_raw, reference
+from triax.kernels.kda.hopper import passes
+from triax.kernels.kda.raw import activate
 
 FORWARD_BYTES, BACKWARD_BYTES = 1282, 2308  # per token and head of 128: each input read once, each output written once
-TOKENS = 8192
+TOKENS, LONG = 8192, 65536
 # ms; peers are flash-linear-attention 0.6.0, FlashKDA and cudnn-frontend 1.32.0, quoted from one run on an H200.
 FORWARD = {
     96: (1.10, "fla 2.60, FlashKDA 1.40, cudnn 1.13 / 2.41 slow"),
@@ -21,6 +24,7 @@ FORWARD = {
 BOTH = {96: (5.0, "fla 12.4, cudnn 5.47 pre-activated"), 32: (1.9, "fla 4.44, cudnn 2.91 pre-activated")}
 LIMITS = {"random": (6e-3, 8e-3), "slow": (6e-3, 8e-3), "repeated": (1.5e-2, 2e-2)}
 NAMES = ("query", "key", "value", "log_decay", "beta", "state")
+RAW_NAMES = ("query", "key", "value", "gate", "beta", "rates", "biases", "state")
 
 
 def measure() -> Iterator[Time | Error]:
@@ -28,19 +32,26 @@ def measure() -> Iterator[Time | Error]:
     for heads, (bar, peer) in FORWARD.items():
         for kind in LIMITS:
             x = inputs(TOKENS, heads, kind)
-            floor = TOKENS * heads * FORWARD_BYTES / CEILING * 1e3
-            yield Time(f"KDA forward H={heads} {kind}", milliseconds(lambda x=x: run(x)), bar, floor, peer)
+            yield Time(f"KDA forward H={heads} {kind}", milliseconds(lambda x=x: run(x)), bar, floor(heads), peer)
+    yield from segmented()
     for heads, (bar, peer) in BOTH.items():
-        x = [tensor.requires_grad_() for tensor in inputs(TOKENS, heads, "slow")]
-        weight = torch.randn_like(x[2])
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        time = milliseconds(lambda x=x, weight=weight: torch.autograd.grad(run(x).read, x, weight))
-        floor = TOKENS * heads * (FORWARD_BYTES + BACKWARD_BYTES) / CEILING * 1e3
-        peak = torch.cuda.max_memory_allocated() - before
-        yield Time(f"KDA forward+backward H={heads} slow, activated inputs", time, bar, floor, peer, peak)
+        x = raw_inputs(TOKENS, heads)
+        name = f"KDA forward+backward H={heads} from raw inputs"
+        yield forward_backward(name, run_raw, x, bar, floor(heads, backward=True), peer)
+        x = inputs(TOKENS, heads, "slow")
+        name = f"KDA forward+backward H={heads} slow, activated inputs"
+        yield forward_backward(name, run, x, bar, floor(heads, backward=True), peer)
+    if find_spec("fla") is not None:
+        yield fla_memory()
     for kind in LIMITS:
-        yield from errors(kind)
+        yield from errors(kind, 512, 2, range(2))
+    yield from errors("slow", TOKENS, 96, (0, 95))
+    yield from raw_errors()
+
+
+def floor(heads: int, backward: bool = False) -> float:
+    """Return the time in which the bytes can be moved, in milliseconds."""
+    return TOKENS * heads * (FORWARD_BYTES + backward * BACKWARD_BYTES) / CEILING * 1e3
 
 
 def inputs(tokens: int, heads: int, kind: str) -> list[Tensor]:
@@ -59,26 +70,141 @@ def inputs(tokens: int, heads: int, kind: str) -> list[Tensor]:
     return [*(x.bfloat16() for x in (*streams, value)), gate, beta, 0.1 * normal(1, heads, 128, 128)]
 
 
-def run(x: list[Tensor]) -> Any:
+def raw_inputs(tokens: int, heads: int) -> list[Tensor]:
+    """Return what projections give: four bf16 streams, beta's logit, the gate's numbers in fp32, memory."""
+    normal = lambda *shape: torch.randn(*shape, device="cuda")  # noqa: E731
+    streams = [normal(tokens, heads, 128).bfloat16() for _ in range(4)]
+    numbers = (normal(tokens, heads).bfloat16(), 0.3 * normal(heads), normal(heads, 128) - 2)
+    return [*streams, *numbers, 0.1 * normal(1, heads, 128, 128)]
+
+
+def run(x: Sequence[Tensor]) -> Any:
     """Run the kernels on one sequence of K3's bounded gate."""
     query, key, value, log_decay, beta, state = x
-    return flash.kda(query, key, value, log_decay, beta, state, (0, len(query)), lowest_log_decay=-5.0)
+    return kda(query, key, value, log_decay, beta, state, (0, len(query)), lowest_log_decay=-5.0)
 
 
-def errors(kind: str) -> Iterator[Error]:
-    """Yield the largest relative error of outputs and of gradients for one kind of gate."""
-    x = inputs(512, 2, kind)
+def run_raw(x: Sequence[Tensor]) -> Any:
+    """The same from raw inputs."""
+    query, key, value, gate, beta, rates, biases, state = x
+    starts = (0, len(query))
+    return kda_from_raw(query, key, value, gate, beta, rates, biases, state, starts, lowest_log_decay=-5.0)
+
+
+def segmented() -> Iterator[Time]:
+    """Yield one long sequence of few heads: walked as a whole, and in segments."""
+    x = inputs(LONG, 4, "slow")
+    cut = passes.segments
+    try:
+        passes.segments = lambda *_: None  # pyrefly: ignore
+        serial = milliseconds(lambda: run(x))
+    finally:
+        passes.segments = cut
+    yield Time(f"KDA forward H=4 T={LONG} slow, serial", serial)
+    yield Time(f"KDA forward H=4 T={LONG} slow, in segments", milliseconds(lambda: run(x)), serial / 2.5)
+
+
+def forward_backward(
+    name: str,
+    call: Callable[[Sequence[Tensor]], Any],
+    x: list[Tensor],
+    bar: float | None,
+    least: float | None,
+    peer: str,
+) -> Time:
+    """Time a forward and a backward pass, with the memory at its peak above the inputs."""
+    x = [tensor.requires_grad_() for tensor in x]
     weight = torch.randn_like(x[2])
-    outcomes = []
-    for leaves in ([t.clone() for t in x], [t.double() for t in x]):
-        leaves = [t.requires_grad_() for t in leaves]
-        exact = leaves[0].dtype == torch.float64
-        query, key, value, log_decay, beta, state = leaves
-        starts = (0, len(query))
-        result = reference.kda(query, key, value, log_decay, beta, state, starts) if exact else run(leaves)
-        outcomes.append((result[:2], torch.autograd.grad(result[0], leaves, weight.to(result[0].dtype))))
-    of_outputs, of_gradients = (list(map(relative, *pair)) for pair in zip(*outcomes, strict=True))
+
+    def work() -> Any:
+        return torch.autograd.grad(call(x).read, x, weight)
+
+    work()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    peak = torch.cuda.max_memory_allocated() - before
+    return Time(name, milliseconds(work), bar, least, peer, peak)
+
+
+def fla_memory() -> Time:
+    """Time flash-linear-attention with the first of each kernel's configurations; only its memory says something."""
+    from triton.runtime import autotuner
+
+    tuned: Any = autotuner.Autotuner
+    first = tuned.__init__
+
+    def untuned(self: Any, fn: Any, names: Any, configs: Any, *rest: Any, **options: Any) -> None:
+        first(self, fn, names, configs[:1], *rest, **options)
+
+    tuned.__init__ = untuned
+    from fla.ops.kda import chunk_kda  # pyrefly: ignore
+
+    def call(x: Sequence[Tensor]) -> Any:
+        query, key, value, gate, beta = (t[None] for t in x[:5])
+        rates, biases, state = x[5:]
+        read, _ = chunk_kda(
+            query, key, value, gate, beta, A_log=rates, dt_bias=biases.reshape(-1), initial_state=state,
+            use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, safe_gate=True,
+            lower_bound=-5.0, output_final_state=True,
+        )  # fmt: skip
+        return reference.KdaResult(read[0], state, state[:0])
+
+    try:
+        x = raw_inputs(TOKENS, 96)
+        return forward_backward("flash-linear-attention, untuned, H=96 from raw inputs", call, x, None, None, "")
+    finally:
+        tuned.__init__ = first
+
+
+def errors(kind: str, tokens: int, heads: int, of: Sequence[int]) -> Iterator[Error]:
+    """Yield the largest relative error of outputs and of gradients for one kind of gate, of some of the heads."""
+    x = inputs(tokens, heads, kind)
+    weight = torch.randn_like(x[2])
+    found = both_passes(run, x, weight)
+    x = [(t[:, of] if n < 5 else t[0, of][None]).double() for n, t in enumerate(x)]
+    expected = both_passes(run_exactly, x, weight[:, of].double())
     output_bar, gradient_bar = LIMITS[kind]
-    each = " ".join(f"{name} {error:.1e}" for name, error in zip(NAMES, of_gradients, strict=True))
-    yield Error(f"KDA outputs and states, {kind}", max(of_outputs), output_bar)
-    yield Error(f"KDA gradients, {kind}", max(of_gradients), gradient_bar, each)
+    of_outputs = [relative(found[0][0][:, of], expected[0][0]), relative(found[0][1][:, of], expected[0][1])]
+    of_gradients = [relative(a[:, of], b) for a, b in zip(found[1], expected[1], strict=True)]
+    name = f"{kind}, T={tokens} H={heads}"
+    yield Error(f"KDA outputs and states, {name}", max(of_outputs), output_bar)
+    yield Error(f"KDA gradients, {name}", max(of_gradients), gradient_bar, named(NAMES, of_gradients))
+
+
+def raw_errors() -> Iterator[Error]:
+    """The same from raw inputs."""
+    x = raw_inputs(512, 2)
+    weight = torch.randn_like(x[2])
+    found = both_passes(run_raw, x, weight)
+    expected = both_passes(run_raw_exactly, [t.double() for t in x], weight.double())
+    yield Error("KDA outputs and states, raw inputs, T=512 H=2", max(map(relative, found[0], expected[0])), 6e-3)
+    of = list(map(relative, found[1], expected[1]))
+    largest = max(error for name, error in zip(RAW_NAMES, of, strict=True) if name != "rates")
+    yield Error("KDA gradients but rates', raw inputs, T=512 H=2", largest, 8e-3, named(RAW_NAMES, of))
+
+
+def both_passes(call: Callable[[Sequence[Tensor]], Any], x: Sequence[Tensor], weight: Tensor) -> tuple[Any, Any]:
+    """Return read and state, and the gradients of everything given."""
+    leaves = [t.detach().clone().requires_grad_() for t in x]
+    result = call(leaves)
+    return (result.read, result.state), torch.autograd.grad(result.read, leaves, weight)
+
+
+def run_exactly(x: Sequence[Tensor]) -> Any:
+    """The definition."""
+    query, key, value, log_decay, beta, state = x
+    return reference.kda(query, key, value, log_decay, beta, state, (0, len(query)))
+
+
+def run_raw_exactly(x: Sequence[Tensor]) -> Any:
+    """The definition, from raw inputs."""
+    query, key, value, gate, beta, rates, biases, state = x
+    query, key, log_decay, beta = activate(query, key, gate, beta, rates, biases, -5.0)
+    return run_exactly((query, key, value, log_decay, beta, state))
+
+
+def named(names: Sequence[str], errors: Sequence[float]) -> str:
+    """Return each with its name."""
+    return " ".join(f"{name} {error:.1e}" for name, error in zip(names, errors, strict=True))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from triax.kernels.kda import kda, kda_from_raw, reference
+from triax.kernels.kda import kda, kda_from_raw, reference, segment_map
 from triax.kernels.kda.hopper import launch, passes
 from triax.kernels.kda.hopper.compile import binary, bindings_installed
 from triax.kernels.kda.hopper.segments import segments
@@ -212,6 +212,21 @@ def test_slices_of_one_projection_are_read_in_place(hopper):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("from_raw", [False, True])
+def test_value_heads_on_hopper_may_share_a_query_and_a_key(hopper, from_raw):
+    x = (draw_raw if from_raw else lambda *y: draw_activated(*y[:3], "slow", y[3]))(200, 6, 1, "cuda")
+    x = [x[0][:, ::3], x[1][:, ::3], *x[2:]]
+    operation = kda_from_raw if from_raw else kda
+    exact = exact_raw if from_raw else reference.kda
+    found = outcome(operation, x, (0, 200), (), True, lowest_log_decay=-5.0)
+    expected = outcome(exact, [t.double() for t in x], (0, 200), (), True)
+    assert relative(found[0][0], expected[0][0]) < 6e-3
+    errors = dict(zip(RAW_NAMES if from_raw else NAMES, map(relative, found[1], expected[1]), strict=True))
+    errors.pop("rates", None)
+    assert max(errors.values()) < 8e-3, errors
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [(500, 3), (3000,)])
 def test_a_graph_on_hopper_replays_what_was_run_every_time(hopper, lengths):
     x = draw_activated(sum(lengths), 2, len(lengths), "random", "cuda")
@@ -230,6 +245,15 @@ def test_a_graph_on_hopper_replays_what_was_run_every_time(hopper, lengths):
         graph.replay()
         assert torch.equal(captured.read, eager.read)
         assert torch.equal(captured.state, eager.state)
+
+
+@pytest.mark.gpu
+def test_maps_of_pieces_on_hopper_join_to_the_whole(hopper):
+    x = draw_activated(300, 2, 1, "slow", "cuda")
+    whole = kda(*x, (0, 300), lowest_log_decay=-5.0).state
+    maps = segment_map(*x[1:5], (0, 130, 300), lowest_log_decay=-5.0)
+    joined = maps.keep[1] @ (maps.keep[0] @ x[5][0] + maps.add[0]) + maps.add[1]
+    assert relative(joined, whole[0].double()) < 6e-3
 
 
 @pytest.mark.gpu

@@ -222,12 +222,25 @@ def test_the_environment_can_force_the_definition(monkeypatch):
     assert torch.equal(kda(*x.values(), None, (0, 40)).read, expected.read)
 
 
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_value_heads_in_a_row_may_share_a_query_and_a_key(tokens):
+    x = inputs(tokens, heads=4)
+    shared = {**x, "query": x["query"][:, ::2], "key": x["key"][:, ::2]}
+    repeated = {name: shared[name].repeat_interleave(2, 1) for name in ("query", "key")}
+    found = kda(*shared.values(), None, (0, tokens))
+    expected = kda(*{**x, **repeated}.values(), None, (0, tokens))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    exact = reference.kda(*shared.values(), None, (0, tokens))
+    torch.testing.assert_close(found.read, exact.read, rtol=1e-9, atol=1e-10)
+    maps = segment_map(*list(shared.values())[1:], (0, tokens))
+    torch.testing.assert_close(maps.add, expected.state, rtol=1e-9, atol=1e-10)
+
+
 def test_shapes_that_disagree_are_refused_by_name():
     unchecked = inspect.unwrap(kda)  # the shape hook of the tests would refuse first
     x = inputs(17, heads=2)
-    grouped = {**x, "value": torch.zeros(17, 4, 4)}
-    with pytest.raises(UnsupportedError, match=r"`value` does not fit `key`.*\(17, 4, 4\).*repeat queries"):
-        unchecked(*grouped.values(), None, (0, 17))
+    with pytest.raises(UnsupportedError, match=r"`value` does not fit `key`.*3 heads of values and 2 of keys"):
+        unchecked(*{**x, "value": torch.zeros(17, 3, 4)}.values(), None, (0, 17))
     with pytest.raises(UnsupportedError, match=r"`beta` does not fit"):
         unchecked(*{**x, "beta": torch.zeros(17, 4)}.values(), None, (0, 17))
     with pytest.raises(UnsupportedError, match=r"`state` does not fit.*1 sequences"):

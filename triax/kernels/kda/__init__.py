@@ -35,8 +35,8 @@ class SegmentMap(NamedTuple):
 
 
 def kda(
-    query: Float[Tensor, "T H K"],
-    key: Float[Tensor, "T H K"],
+    query: Float[Tensor, "T Q K"],
+    key: Float[Tensor, "T Q K"],
     value: Float[Tensor, "T H V"],
     log_decay: Float[Tensor, "T H K"],
     beta: Float[Tensor, "T H"],
@@ -58,7 +58,7 @@ def kda(
     by token.
 
     Args:
-        query: Where to read; scaled by the caller.
+        query: Where to read; scaled by the caller. H / Q value heads in a row share a query and a key.
         key: Where to write; unit norm.
         value: What the memory should hold at `key`.
         log_decay: Natural log of what each key channel keeps, at most 0 and at least `lowest_log_decay`.
@@ -74,7 +74,7 @@ def kda(
         What each token read, the memory after each sequence, and the memories asked for.
 
     Raises:
-        UnsupportedError: The tensors disagree on tokens, heads or channels, as with grouped value heads.
+        UnsupportedError: The tensors disagree on tokens, heads or channels.
         ValueError: `starts`, `states_at`, `lowest_log_decay` or `chunk` is impossible.
 
     Source: K3 report (arXiv 2607.24653) section 2.1.1; Kimi Linear (arXiv 2510.26692).
@@ -84,7 +84,10 @@ def kda(
     check_numbers(starts, states_at, lowest_log_decay, chunk)
     if os.environ.get("TRIAX_KERNELS") == "reference":
         return reference.kda(query, key, value, log_decay, beta, state, starts, states_at=states_at)
+    if not query.is_cuda:
+        query, key = reference.ungrouped(query, value.shape[1]), reference.ungrouped(key, value.shape[1])
     if len(query) and starts == tuple(range(len(starts))):
+        query, key = reference.ungrouped(query, value.shape[1]), reference.ungrouped(key, value.shape[1])
         read, memory = decode(query, key, value, log_decay, beta, state)
         return KdaResult(read, memory, memory[[p - 1 for p in states_at]])
     if query.is_cuda and chunk is None:
@@ -97,6 +100,7 @@ def kda(
             if reason is None:
                 inputs = (query, key, value, log_decay, beta, state, starts)
                 return flash.kda(*inputs, lowest_log_decay=lowest_log_decay, states_at=states_at)
+        query, key = reference.ungrouped(query, value.shape[1]), reference.ungrouped(key, value.shape[1])
         warnings.warn(f"kernels.kda: no GPU kernel for {reason}; the chunk form runs instead", stacklevel=2)
     widest = max(key.shape[2], value.shape[2], 1)
     on_cpu = query.device.type == "cpu"
@@ -112,7 +116,7 @@ def kda(
 
 
 def segment_map(
-    key: Float[Tensor, "T H K"],
+    key: Float[Tensor, "T Q K"],
     value: Float[Tensor, "T H V"],
     log_decay: Float[Tensor, "T H K"],
     beta: Float[Tensor, "T H"],
@@ -126,21 +130,33 @@ def segment_map(
 
     Source: K3 report (arXiv 2607.24653) section 5.1.2.
     """
-    num_sequences, (heads, channels), width = len(starts) - 1, key.shape[1:], value.shape[2]
+    num_sequences, channels, (heads, width) = len(starts) - 1, key.shape[2], value.shape[1:]
     dtype = reference.state_dtype(key, value, log_decay, beta)
     identity = torch.eye(channels, dtype=dtype, device=key.device).expand(num_sequences, heads, -1, -1)
+    nothing, query = value.new_zeros(len(value), heads, channels), torch.zeros_like(key)
+    if key.is_cuda:
+        # The kernels are made for the heads' own sizes, not for both matrices beside each other.
+        gates = (log_decay, beta)
+        keep = kda(query, key, nothing, *gates, identity, starts, lowest_log_decay=lowest_log_decay).state
+        return SegmentMap(keep, kda(query, key, value, *gates, None, starts, lowest_log_decay=lowest_log_decay).state)
     start = torch.cat((identity.new_zeros(num_sequences, heads, channels, width), identity), 3)
-    values = torch.cat((value, value.new_zeros(len(value), heads, channels)), 2)
-    result = kda(torch.zeros_like(key), key, values, log_decay, beta, start, starts, lowest_log_decay=lowest_log_decay)
+    values = torch.cat((value, nothing), 2)
+    result = kda(query, key, values, log_decay, beta, start, starts, lowest_log_decay=lowest_log_decay)
     return SegmentMap(result.state[..., width:], result.state[..., :width])
 
 
 def _check_shapes(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None, starts: tuple
 ) -> None:
-    tokens, heads, channels, width = *key.shape, value.shape[-1]
+    tokens, shared, channels = key.shape
+    heads, width = value.shape[1:]
+    if not shared or heads % shared:
+        raise UnsupportedError(
+            f"kernels.kda: `value` does not fit `key`; found {heads} heads of values and {shared} of keys; give a "
+            "multiple of the keys' heads"
+        )
     expected = {
-        "query": (query, (tokens, heads, channels)),
+        "query": (query, (tokens, shared, channels)),
         "value": (value, (tokens, heads, width)),
         "log_decay": (log_decay, (tokens, heads, channels)),
         "beta": (beta, (tokens, heads)),
@@ -150,8 +166,8 @@ def _check_shapes(
         if tensor is not None and tensor.shape != shape:
             raise UnsupportedError(
                 f"kernels.kda: `{name}` does not fit `key`; found shape `{tuple(tensor.shape)}` beside a key of shape "
-                f"`{tuple(key.shape)}` and {len(starts) - 1} sequences; give it shape `{shape}` (heads are not "
-                "grouped: repeat queries, keys, decays and beta for each value head)"
+                f"`{tuple(key.shape)}`, {heads} heads of values and {len(starts) - 1} sequences; give it shape "
+                f"`{shape}`"
             )
     if starts[-1:] != (tokens,):
         raise UnsupportedError(

@@ -15,7 +15,7 @@ from triax.errors import UnsupportedError
 from triax.kernels.kda.flash_backward import gradients, scan_back
 from triax.kernels.kda.flash_forward import prepare, scan
 from triax.kernels.kda.hopper import passes
-from triax.kernels.kda.reference import KdaResult
+from triax.kernels.kda.reference import KdaResult, ungrouped
 
 CHUNK = 64
 LOWEST_ANCHORED = -5.0  # 16 steps from the middle of a tile, e^80, are inside bf16's range
@@ -95,8 +95,8 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
 
 
 def kda(
-    query: Float[Tensor, "T H K"],
-    key: Float[Tensor, "T H K"],
+    query: Float[Tensor, "T Q K"],
+    key: Float[Tensor, "T Q K"],
     value: Float[Tensor, "T H V"],
     log_decay: Float[Tensor, "T H K"],
     beta: Float[Tensor, "T H"],
@@ -123,9 +123,11 @@ def kda(
     device = query.device.type
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
         query, key, value = (x.bfloat16() for x in (query, key, value))
+    bounded = lowest_log_decay >= LOWEST_ANCHORED
+    if not passes.takes(query, key, value, bounded):
+        query, key = ungrouped(query, value.shape[1]), ungrouped(key, value.shape[1])
     inputs = (query, key, value, log_decay, beta, state)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    bounded = lowest_log_decay >= LOWEST_ANCHORED
     read, final, interior, *_ = kda_flash(*inputs, list(starts), list(states_at), bounded, keep)
     return KdaResult(read, final, interior)
 
@@ -327,7 +329,7 @@ def kda_flash_shapes(
     key: Tensor, value: Tensor, starts: Sequence[int], states_at: Sequence[int], keep: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return empty tensors of the shapes that the forward pass returns."""
-    heads, channels, width = *key.shape[1:], value.shape[2]
+    channels, (heads, width) = key.shape[2], value.shape[1:]
     places = [sorted({low, high, *(p for p in states_at if low < p < high)}) for low, high in pairwise(starts)]
     chunks = sum(-(-(b - a) // CHUNK) for p in places for a, b in pairwise(p)) if keep else 0
 

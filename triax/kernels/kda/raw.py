@@ -16,8 +16,8 @@ from triax.kernels.kda.slots import UNIT_EPS
 
 
 def activate(
-    query: Float[Tensor, "T H K"],
-    key: Float[Tensor, "T H K"],
+    query: Float[Tensor, "T Q K"],
+    key: Float[Tensor, "T Q K"],
     gate: Float[Tensor, "T H K"],
     beta: Float[Tensor, "T H"],
     rates: Float[Tensor, " H"],
@@ -46,8 +46,8 @@ def _unit(x: Tensor, scale: float) -> Tensor:
 
 
 def kda_from_raw(
-    query: Float[Tensor, "T H K"],
-    key: Float[Tensor, "T H K"],
+    query: Float[Tensor, "T Q K"],
+    key: Float[Tensor, "T Q K"],
     value: Float[Tensor, "T H V"],
     gate: Float[Tensor, "T H K"],
     beta: Float[Tensor, "T H"],
@@ -62,7 +62,7 @@ def kda_from_raw(
     """Compute `kda` of what `activate` makes of these inputs; gradients reach every tensor given.
 
     Args:
-        query: Where to read, of any length.
+        query: Where to read, of any length. H / Q value heads in a row share a query and a key.
         key: Where to write, of any length.
         value: What the memory should hold at `key`.
         gate: What the decay is computed from, before its bias.
@@ -88,8 +88,8 @@ def kda_from_raw(
         from triax.kernels.kda.hopper import passes
 
         bounded = LOWEST_ANCHORED <= lowest_log_decay < 0
-        same_heads = query.shape == key.shape == gate.shape and value.shape[:2] == key.shape[:2] == beta.shape
-        if same_heads and passes.takes(query, key, value, bounded):
+        fits = query.shape == key.shape and value.shape == gate.shape and value.shape[:2] == beta.shape
+        if fits and value.shape[1] % key.shape[1] == 0 and passes.takes(query, key, value, bounded):
             operation.check_numbers(tuple(starts), tuple(states_at), lowest_log_decay, None)
             inputs = (query, key, value, gate, beta, rates, biases, state)
             keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)

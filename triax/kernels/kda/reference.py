@@ -28,9 +28,14 @@ def state_dtype(*tensors: Tensor | None) -> torch.dtype:
     return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
+def ungrouped(x: Float[Tensor, "T Q K"], heads: int) -> Float[Tensor, "T H K"]:
+    """Repeat queries or keys for every value head that shares them."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
 def kda(
-    query: Float[Tensor, "T H K"],
-    key: Float[Tensor, "T H K"],
+    query: Float[Tensor, "T Q K"],
+    key: Float[Tensor, "T Q K"],
     value: Float[Tensor, "T H V"],
     log_decay: Float[Tensor, "T H K"],
     beta: Float[Tensor, "T H"],
@@ -42,7 +47,7 @@ def kda(
     """Write each token's error into the state, then read the state with its query.
 
     Args:
-        query: Where to read; scaled by the caller.
+        query: Where to read; scaled by the caller. H / Q value heads in a row share a query and a key.
         key: Where to write; unit norm.
         value: What the state should hold at `key`.
         log_decay: Natural log of what each key channel keeps, at most 0.
@@ -57,6 +62,7 @@ def kda(
     dtype = state_dtype(query, key, value, log_decay, beta, state)
     with torch.autocast(query.device.type, enabled=False):
         q, k, v, g, b = (x.to(dtype) for x in (query, key, value, log_decay, beta))
+        q, k = ungrouped(q, v.shape[1]), ungrouped(k, v.shape[1])
         num_sequences, (heads, channels), width = len(starts) - 1, q.shape[1:], v.shape[-1]
         if state is None:
             state = q.new_zeros(num_sequences, heads, channels, width)

@@ -62,7 +62,7 @@ def binary(name: str, defines: tuple[tuple[str, str | int], ...]) -> bytes:
         log = bytes(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
         _checked(nvrtc.nvrtcGetProgramLog(program, log))
         raise UnsupportedError(
-            f"kernels.kda.hopper: the run-time compiler refuses `{name}`; it says `{log.decode().strip()}`; install "
+            f"kernels.kda.hopper: the run-time compiler refuses `{name}`; it says `{log.decode().strip("\0 \n")}`; install "
             "a newer CUDA, or set TRIAX_KERNELS=reference"
         )
     code = bytes(_checked(nvrtc.nvrtcGetCUBINSize(program)))

@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
                   const float* biases, float lowest, const float* scales, const bf16* d_read, const int* first,
                   const int* count, const unsigned char* states, const unsigned char* written,
                   const unsigned char* d_errors, const unsigned char* d_states, bf16* dq, bf16* dk, bf16* dv, GATE* dg,
-                  float* d_beta, float* d_bias, float* d_rate, int tokens, int heads, i64 q_token, i64 q_head,
+                  float* d_beta, float* d_bias, float* d_rate, int tokens, int heads, int sharing, i64 q_token, i64 q_head,
                   i64 k_token, i64 k_head, i64 v_token, i64 v_head, i64 g_token, i64 g_head, i64 b_token, i64 b_head,
                   i64 d_token, i64 d_head) {
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -85,8 +85,8 @@ extern "C" __global__ void __launch_bounds__(128, 2)
     }
     rows_in(at + D_READ, d_read + start * d_token + h * d_head, d_token, rows);
     rows_in(at + D_READ + TILE, d_read + start * d_token + h * d_head + 64, d_token, rows);
-    rows_in(at + QUERY, q + start * q_token + h * q_head + 64 * half, q_token, rows);
-    rows_in(at + KEY, k + start * k_token + h * k_head + 64 * half, k_token, rows);
+    rows_in(at + QUERY, q + start * q_token + h / sharing * q_head + 64 * half, q_token, rows);
+    rows_in(at + KEY, k + start * k_token + h / sharing * k_head + 64 * half, k_token, rows);
     float x[32], full[2][2];  // log decays since the middle of the tile; of either row's tiles
 #if RAW
     rows_in(at + PAIRS + TILE, gates + start * g_token + h * g_head + 64 * half, g_token, rows);

@@ -54,7 +54,7 @@ def prepare(
     scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the record of every chunk and head; `scales`, if given, gets what made raw queries and keys unit."""
-    heads, chunks = key.shape[1], len(table.first)
+    heads, chunks = beta.shape[1], len(table.first)
     records = key.new_empty(chunks * heads, RECORD_BYTES, dtype=torch.uint8)
     query, key, log_decay = aligned(query), aligned(key), aligned(log_decay)
     kinds = (("GATE", _type(log_decay)), ("BETAS", _type(beta)), ("RAW", int(raw is not None)))
@@ -62,7 +62,7 @@ def prepare(
     launch(
         Kernel("prepare", kinds, 8 * TILE_BYTES + 8 * 512 + 512 + 256, 256), chunks * heads, key.device,
         query, key, log_decay, beta, rates, biases, float(lowest), table.first, table.count, records, scales,
-        heads, *strides(query, key, log_decay, beta),
+        heads, heads // key.shape[1], *strides(query, key, log_decay, beta),
     )  # fmt: skip
     return records
 
@@ -122,10 +122,11 @@ def gradients(
     raw: Raw | None = None, scales: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
     """Return every gradient but the states', from what both walks kept."""
-    tokens, heads = key.shape[:2]
+    tokens, heads = beta.shape
+    group = heads // key.shape[1]
     chunks = len(table.first)
     query, key, value, log_decay, d_read = (aligned(x) for x in (query, key, value, log_decay, d_read))
-    outputs = tuple(x.new_empty(x.shape) for x in (query, key, value, log_decay))
+    outputs = [x.new_empty(value.shape) for x in (query, key, value, log_decay)]
     of_beta = states.new_empty(2, tokens, heads, dtype=torch.float32)
     of_biases = of_rates = None
     if raw is not None:
@@ -136,11 +137,17 @@ def gradients(
     launch(
         Kernel("gradients", kinds, 14 * TILE_BYTES + 1024, 128), chunks * heads * 2, key.device,
         query, key, value, log_decay, beta, rates, biases, float(lowest), scales, d_read, table.first, table.count,
-        states, written, d_errors, d_states, *outputs, of_beta, of_biases, of_rates, tokens, heads,
+        states, written, d_errors, d_states, *outputs, of_beta, of_biases, of_rates, tokens, heads, group,
         *strides(query, key, value, log_decay, beta, d_read),
     )  # fmt: skip
+    d_query, d_key, d_value, d_gate = outputs
+    if group > 1:
+        d_query, d_key = (x.view(tokens, -1, group, CHANNELS).sum(2) for x in (d_query, d_key))
     return Gradients(
-        *outputs,
+        query=d_query,
+        key=d_key,
+        value=d_value,
+        log_decay=d_gate,
         beta=of_beta.sum(0),
         biases=None if of_biases is None else of_biases.sum(0),
         rates=None if of_rates is None else of_rates.sum((0, 2)),

@@ -26,7 +26,7 @@ def forward(
     keep: bool, raw: Raw | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return what was read, the last states, those wanted, and for the backward pass all chunks' states and writes."""
-    sequences, heads, chunks = len(table.runs) - 1, key.shape[1], len(table.first)
+    sequences, heads, chunks = len(table.runs) - 1, value.shape[1], len(table.first)
     log_decay, beta = _gate(log_decay), _gate(beta)
     state = None if state is None else state.float().contiguous()
     read = value.new_empty(value.shape)
@@ -53,7 +53,7 @@ def backward(
 ) -> tuple[Gradients, Tensor]:  # fmt: skip
     """Prepare the chunks again, walk back with the state's gradient, then everything else at once."""
     log_decay, beta, d_read = _gate(log_decay), _gate(beta), d_read.to(torch.bfloat16)
-    scales = None if raw is None else d_ends.new_empty(len(table.first) * key.shape[1], CHUNK, 2)
+    scales = None if raw is None else d_ends.new_empty(len(table.first) * value.shape[1], CHUNK, 2)
     d_states, d_errors = torch.empty_like(states), torch.empty_like(written)
     d_state = torch.empty_like(d_ends[: len(table.runs) - 1])
     records = launch.prepare(query, key, log_decay, beta, table, raw, scales)

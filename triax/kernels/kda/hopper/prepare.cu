@@ -4,6 +4,8 @@
 // bf16's range while no step is below -5.4. Columns are anchored in the middle of their own tile; rows of the second
 // tile have two anchors, one for the columns of either tile.
 //
+// `sharing` value heads in a row share a query and a key.
+//
 // RAW: query and key get their norms here, the log decay is lowest * sigmoid(e^rate (gate + bias)), beta a sigmoid.
 
 DEVICE float number(float x) { return x; }
@@ -59,7 +61,7 @@ DEVICE void wide_rows_in(u32 to, const NUMBER* from, i64 apart, int rows) {
 
 extern "C" __global__ void __launch_bounds__(256, 2)
     prepare(const bf16* q, const bf16* k, const GATE* gates, const BETAS* betas, const float* rates, const float* biases,
-            float lowest, const int* first, const int* count, unsigned char* records, float* scales, int heads,
+            float lowest, const int* first, const int* count, unsigned char* records, float* scales, int heads, int sharing,
             i64 q_token, i64 q_head,
             i64 k_token, i64 k_head, i64 g_token, i64 g_head, i64 b_token, i64 b_head) {
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -76,8 +78,8 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     }
     // Each warp its own eight rows, into the room of the factors.
     u32 at = shared_address(shared);
-    wide_rows_in(at, q + start * q_token + h * q_head, q_token, rows);
-    wide_rows_in(at + 2 * TILE, k + start * k_token + h * k_head, k_token, rows);
+    wide_rows_in(at, q + start * q_token + h / sharing * q_head, q_token, rows);
+    wide_rows_in(at + 2 * TILE, k + start * k_token + h / sharing * k_head, k_token, rows);
     wide_rows_in(at + 4 * TILE, gates + start * g_token + h * g_head, g_token, rows);
     cells_done();
     __syncwarp();
