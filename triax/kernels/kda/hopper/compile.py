@@ -61,8 +61,9 @@ def binary(name: str, defines: tuple[tuple[str, str | int], ...]) -> bytes:
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         log = bytes(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
         _checked(nvrtc.nvrtcGetProgramLog(program, log))
+        said = log.decode().rstrip("\0\n ")
         raise UnsupportedError(
-            f"kernels.kda.hopper: the run-time compiler refuses `{name}`; it says `{log.decode().strip("\0 \n")}`; install "
+            f"kernels.kda.hopper: the run-time compiler refuses `{name}`; it says `{said}`; install "
             "a newer CUDA, or set TRIAX_KERNELS=reference"
         )
     code = bytes(_checked(nvrtc.nvrtcGetCUBINSize(program)))
