@@ -9,6 +9,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
+PROTOCOL = 1  # a snapshot's agent speaks the version it was made with; raise it when old ones would not understand
 HEAD = struct.Struct("<III")
 WINDOW = 256 * 1024
 BODY_LIMIT = 1024 * 1024  # the agent's frames are far smaller; a guest that says otherwise is not our agent
@@ -35,6 +36,7 @@ class Kind(IntEnum):
     CONNECT = 17
     ATTACH = 18
     PROCESSES = 19
+    MUTE = 20
     READY = 64
     FROZEN = 65
     THAWED = 66

@@ -15,6 +15,7 @@ from triax.sandbox.backend.qemu import probe, snapshot
 from triax.sandbox.backend.qemu.launch import MACHINE, PROCESSOR, PROGRAM, Hardware
 from triax.sandbox.guest.build import clock_khz, initramfs
 from triax.sandbox.guest.kernel import kernel
+from triax.sandbox.guest.wire import PROTOCOL
 from triax.sandbox.protocol import Spec
 
 Accelerator = Literal["auto", "kvm", "tcg"]
@@ -55,8 +56,7 @@ class Ground:
         ready = await asyncio.to_thread(kernel, self.cache, self._package)
         archive = await asyncio.to_thread(initramfs, ready.modules, self.cache)
         rate = await asyncio.to_thread(clock_khz, self.cache)
-        digest = hashlib.sha256(f"{ready.version}\0{archive.name}\0{ready.image.stat().st_size}".encode())
-        fit = snapshot.Fit(version, "tcg", MACHINE, PROCESSOR, rate, 0, 0, digest.hexdigest()[:16])
+        fit = snapshot.Fit(version, "tcg", MACHINE, PROCESSOR, rate, 0, 0, PROTOCOL)
         hardware = Hardware("tcg", 0, 0, rate, ready.image, archive)
         if self._accelerator == "kvm" or (self._accelerator == "auto" and await self._boots_on_kvm(fit, hardware)):
             fit = replace(fit, accelerator="kvm", processor=_processor())
@@ -68,7 +68,7 @@ class Ground:
         if not os.access("/dev/kvm", os.R_OK | os.W_OK):
             return False
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        key = hashlib.sha256(json.dumps([boot, repr(fit)]).encode()).hexdigest()[:16]
+        key = hashlib.sha256(json.dumps([boot, repr(fit), repr(hardware)]).encode()).hexdigest()[:16]
         kept = self.cache / f"kvm-{key}"
         if not kept.exists():
             answer = await probe.boots(replace(hardware, accelerator="kvm", memory_mib=256, cpus=1), self.cache)

@@ -35,7 +35,7 @@ class Fit:
         clock_khz: Rate of the time stamp counter; may differ by a thousandth.
         memory_mib: Memory of the guest.
         cpus: Its processors.
-        kernel: Digest of kernel and initial archive.
+        agent: Version of the agent's protocol.
     """
 
     emulator: str
@@ -45,7 +45,7 @@ class Fit:
     clock_khz: int
     memory_mib: int
     cpus: int
-    kernel: str
+    agent: int
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@
 
 enum kind {
     HELLO = 1, CLOCK, FREEZE, THAW, PING, LISTEN,
-    RUN = 10, DATA, END, SIGNAL, RESIZE, CREDIT, CLOSE, CONNECT, ATTACH, PROCESSES,
+    RUN = 10, DATA, END, SIGNAL, RESIZE, CREDIT, CLOSE, CONNECT, ATTACH, PROCESSES, MUTE,
     READY = 64, FROZEN, THAWED, PONG, STARTED, OUT, ERR, EXIT, FAILED, OPEN
 };
 
@@ -54,6 +54,7 @@ struct stream {
     bool connecting;
     bool detached;         /* of an older generation: its output is read and dropped */
     bool finishing;        /* END came: close `in` once all is written */
+    bool muted[2];         /* nobody keeps what still comes from `out` or `err`: it is read and dropped */
     bool exited, told;
     bool dry[2];           /* since the exit nothing was left to read from `out` or `err` */
     size_t place;          /* of its three entries among what is polled, from 1; 0 while it has none */
@@ -110,6 +111,7 @@ void finish_input(uint32_t id);
 void signal_stream(uint32_t id, int number);
 void resize(uint32_t id, unsigned rows, unsigned columns);
 void grant(uint32_t id, uint32_t bytes);
+void mute(uint32_t id, unsigned which);
 void close_stream(uint32_t id);
 void detach_all(void);
 void attach(uint32_t id, pid_t pid);

@@ -5,6 +5,8 @@
 #include <dirent.h>
 #include <ftw.h>
 #include <limits.h>
+#include <linux/magic.h>
+#include <sys/vfs.h>
 
 static int failed(int code) {
     uint32_t number = code;
@@ -50,16 +52,29 @@ static int copy_input(int file) {
     return 0;
 }
 
+/* Files of the kernel are switches: commands may turn them, a file that is put somewhere must not by accident. */
+static bool is_kernels(const char *path) {
+    char folder[PATH_MAX];
+    struct statfs system;
+    snprintf(folder, sizeof folder, "%s", path);
+    char *slash = strrchr(folder, '/');
+    if (slash) slash[slash == folder] = 0;
+    if (statfs(folder, &system)) return false;
+    return system.f_type == PROC_SUPER_MAGIC || system.f_type == SYSFS_MAGIC || system.f_type == CGROUP2_SUPER_MAGIC;
+}
+
 /* A new file takes the place of the old in one step, so that a full disk leaves the old one whole. */
 static int write_in(const char *wanted, mode_t mode) {
     char path[PATH_MAX], fresh[PATH_MAX + 16];
     struct stat about;
     make_parents(wanted);
     if (!realpath(wanted, path)) snprintf(path, sizeof path, "%s", wanted);
+    if (is_kernels(path)) return failed(EPERM);
     bool there = stat(path, &about) == 0;
     if (there && S_ISDIR(about.st_mode)) return failed(EISDIR);
+    if (there && !S_ISREG(about.st_mode)) return failed(EINVAL);
     snprintf(fresh, sizeof fresh, "%s.XXXXXX", path);
-    int file = there && !S_ISREG(about.st_mode) ? -1 : mkostemp(fresh, O_CLOEXEC);
+    int file = mkostemp(fresh, O_CLOEXEC);
     bool beside = file >= 0;
     if (!beside) file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_NONBLOCK | O_NOCTTY | O_CLOEXEC, mode);
     if (file < 0) return failed(errno);

@@ -119,6 +119,7 @@ static void handle(const struct head *head, const char *body) {
         break;
     }
     case CREDIT: grant(head->stream, take_number(&reader)); break;
+    case MUTE: mute(head->stream, take_number(&reader)); break;
     case CLOSE: close_stream(head->stream); break;
     case CONNECT: connect_to(head->stream, take_number(&reader)); break;
     case ATTACH: attach(head->stream, take_number(&reader)); break;

@@ -130,6 +130,13 @@ void grant(uint32_t id, uint32_t bytes) {
     if (stream) stream->credit += bytes;
 }
 
+void mute(uint32_t id, unsigned which) {
+    struct stream *stream = find(id);
+    if (!stream) return;
+    stream->muted[0] |= which & 1;
+    stream->muted[1] |= which >> 1 & 1;
+}
+
 /* The host lost interest: a connection ends, a process goes on unheard. */
 static void detach(struct stream *stream) {
     stream->id = 0;
@@ -206,12 +213,13 @@ void reap_children(void) {
 static void read_from(struct stream *stream, int *descriptor, enum kind kind) {
     static char chunk[CHUNK - sizeof(struct head)];
     size_t room = sizeof chunk;
-    if (!stream->detached && stream->credit < room) room = stream->credit;
+    bool dropped = stream->detached || stream->muted[kind == ERR];
+    if (!dropped && stream->credit < room) room = stream->credit;
     if (!room) return;
     ssize_t size = read(*descriptor, chunk, room);
     if (size > 0) {
         if (stream->exited) stream->after_exit += size;
-        if (!stream->detached) {
+        if (!dropped) {
             stream->credit -= size;
             send_frame(kind, stream->id, chunk, size);
         }
@@ -260,18 +268,21 @@ size_t watch(struct pollfd *polls, size_t room) {
     bool full = waiting() > WINDOW; /* the channel is behind: let the pipes fill and their writers wait */
     for (struct stream *stream = streams; stream && count + 3 <= room; stream = stream->next) {
         bool may = stream->detached || (stream->credit && !full);
+        bool out = may || stream->muted[0], err = may || stream->muted[1];
         int in = held(&stream->pending) || stream->connecting ? stream->in : -1;
         stream->place = count + 1;
         polls[count++] = (struct pollfd){in, POLLOUT, 0};
-        polls[count++] = (struct pollfd){may && !stream->connecting ? stream->out : -1, POLLIN, 0};
-        polls[count++] = (struct pollfd){may ? stream->err : -1, POLLIN, 0};
+        polls[count++] = (struct pollfd){out && !stream->connecting ? stream->out : -1, POLLIN, 0};
+        polls[count++] = (struct pollfd){err ? stream->err : -1, POLLIN, 0};
     }
     return count;
 }
 
 bool unfinished(void) {
     for (struct stream *stream = streams; stream; stream = stream->next)
-        if (stream->exited && !stream->told && (stream->detached || (stream->credit && waiting() <= WINDOW))) return true;
+        if (stream->exited && !stream->told &&
+            (stream->detached || stream->muted[0] || (stream->credit && waiting() <= WINDOW)))
+            return true;
     return false;
 }
 
@@ -300,7 +311,8 @@ void serve(const struct pollfd *polls) {
             stream->place = 0;
             if (mine[0].revents && stream->connecting && !connected(stream)) continue;
             if (mine[0].revents && stream->in >= 0 && held(&stream->pending)) write_to(stream);
-            bool due = stream->exited && !stream->told && (stream->credit || stream->detached);
+            bool muted = stream->muted[0] || stream->muted[1];
+            bool due = stream->exited && !stream->told && (stream->credit || stream->detached || muted);
             if ((mine[1].revents || due) && stream->out >= 0) read_from(stream, &stream->out, stream->pid ? OUT : DATA);
             if ((mine[2].revents || due) && stream->err >= 0) read_from(stream, &stream->err, ERR);
         }
