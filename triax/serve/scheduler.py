@@ -2,22 +2,19 @@
 
 import heapq
 import time
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 
 from triax.config.serve import Scheduling
 from triax.errors import CapacityError
+from triax.serve.admission import Admission
 from triax.serve.cache.manager import Manager
-from triax.serve.cache.prefix import Match
 from triax.serve.plan import PENDING, Plan, Row, RowResult, StepResult
 from triax.serve.request import Request
 from triax.serve.sequence import Sequence
 from triax.serve.shares import shared_out
 
-MOST_DEFERRED = 64  # sequences of a class that one plan looks past because their prefix is on its way
-MOST_REFUSALS = 256  # plans without room for a sequence, after which nobody else may take what becomes free
-MOST_RECLAIMS = 3  # times that a sequence gives back what its class has borrowed; then it may finish
 MOST_FAILURES = 2  # failed steps after which a sequence is given up
 MOST_IN_FLIGHT = 2  # one plan runs, the next one is ready
 
@@ -41,20 +38,22 @@ class Scheduler:
         self, manager: Manager, settings: Scheduling | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.manager, self.settings, self.clock = manager, settings or Scheduling(), clock
-        self.most_running = min(self.settings.max_running, max(0, manager.sizes.slots - 1))
         self.sequences: dict[int, Sequence] = {}
         self.running: list[Sequence] = []
         """Sequences with memory, in their order."""
-        self._waiting: dict[str, list[tuple[tuple[int, int], Sequence]]] = {name: [] for name in self.settings.classes}
+        self.admission = Admission(manager, self.settings, self.running, self._park)
         self._deadlines: list[tuple[float, int]] = []
         self._open: deque[tuple[Plan, list[Sequence]]] = deque()
-        self._follows: dict[int, tuple[Sequence, int]] = {}  # a waiting sequence, whose prompt it waits for, how far
-        self._owed: Sequence | None = None  # what becomes free is for this one
         self._next_number = 1
         self._step = 0
-        self.counts = {"steps": 0, "preemptions": 0, "deferred": 0, "failed_steps": 0}
+        self.counts = {"steps": 0, "preemptions": 0, "failed_steps": 0}
 
     # coming and going
+
+    @property
+    def most_running(self) -> int:
+        """Sequences that can run at once."""
+        return self.admission.most_running
 
     @property
     def num_waiting(self) -> int:
@@ -87,7 +86,7 @@ class Scheduler:
         sequence = Sequence.of(self._next_number, request, self._class_of(request), now)
         self._next_number += 1
         self.sequences[sequence.number] = sequence
-        self._wait(sequence)
+        self.admission.push(sequence)
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (now + request.deadline_s, sequence.number))
         return sequence
@@ -108,7 +107,6 @@ class Scheduler:
         sequence = self.sequences.pop(number, None)
         if sequence is None:
             return
-        self._follows.pop(number, None)
         sequence.is_closing, sequence.keeps = True, keep
         if sequence.holding is not None and not sequence.in_flight:
             self._close(sequence)
@@ -221,10 +219,11 @@ class Scheduler:
         demand = self._demand(prompts, budget)
         if not demand:
             return 0
-        usage = self._usage() if len(demand) > 1 else dict.fromkeys(demand, 0.0)
+        admission = self.admission
+        usage = admission.usage() if len(demand) > 1 else dict.fromkeys(demand, 0.0)
         shares = {name: self.settings.classes[name].share for name in demand}
         allotted = shared_out(budget, demand, shares)
-        order = sorted(demand, key=lambda name: (self._urgency(name), usage.get(name, 0.0) / shares[name]))
+        order = sorted(demand, key=lambda name: (admission.urgency(name), usage.get(name, 0.0) / shares[name]))
         left, is_blocked = budget, False
         for allowance in (allotted, None):  # each its share first, then whatever is left
             for name in order:
@@ -235,26 +234,23 @@ class Scheduler:
                         spent += self._plan_chunk(one, limit - spent, rows, members)
                 is_lent = usage.get(name, 0.0) > shares[name]
                 if spent < limit and not (is_blocked and is_lent):
-                    admitted, was_refused = self._admit(name, limit - spent, rows, members)
-                    spent += admitted
-                    is_blocked |= was_refused and not is_lent
+                    started = admission.start(name)
+                    for one in started:
+                        spent += self._plan_chunk(one, limit - spent, rows, members)
+                        if spent >= limit:
+                            break
+                    started.close()
+                    is_blocked |= admission.was_refused and not is_lent
                 left -= spent
         return budget - left
-
-    def _urgency(self, name: str) -> float:
-        waiting = self._waiting[name]
-        return float(waiting[0][0][0]) if waiting else float("inf")
 
     def _demand(self, prompts: dict[str, list[Sequence]], budget: int) -> dict[str, int]:
         """Return how many tokens each class could use, as far as it matters."""
         demand: dict[str, int] = {}
-        for name, waiting in self._waiting.items():
+        for name in self.settings.classes:
             wanted = sum(one.target - one.planned for one in prompts.get(name, ()))
-            for _, one in waiting:
-                if wanted >= budget:
-                    break
-                if not one.is_closing:
-                    wanted += len(one.tokens)
+            if wanted < budget:
+                wanted += self.admission.num_tokens(name, budget - wanted)
             if wanted:
                 demand[name] = min(wanted, budget)
         return demand
@@ -286,172 +282,6 @@ class Scheduler:
         if place < len(holding.places) and end == holding.places[place]:
             self.manager.take_snapshot(holding, end)
         return end - start
-
-    # admission
-
-    def _admit(self, name: str, budget: int, rows: list[Row], members: list[Sequence]) -> tuple[int, bool]:
-        """Start waiting sequences of a class; return tokens used, and whether one had no room."""
-        waiting, spent, was_refused = self._waiting[name], 0, False
-        if self._owed is not None and self._owed.is_closing:
-            self._owed = None
-        deferred: list[tuple[tuple[int, int], Sequence]] = []
-        while waiting and spent < budget and len(deferred) < MOST_DEFERRED:
-            sequence = waiting[0][1]
-            if sequence.is_closing:
-                heapq.heappop(waiting)
-                continue
-            if not self._may_start(sequence):
-                break
-            if self._must_follow(sequence):
-                deferred.append(heapq.heappop(waiting))
-                continue
-            limit = sequence.scored if sequence.request.score_prompt else len(sequence.tokens)
-            match = self.manager.match(sequence.keys, sequence.request.cache_salt, min(limit, len(sequence.tokens) - 1))
-            if match.is_pending or self._follow(sequence, match):
-                deferred.append(heapq.heappop(waiting))
-                continue
-            if not self._start(sequence, match):
-                was_refused = True
-                sequence.refusals += 1
-                if sequence.refusals > MOST_REFUSALS and self._owed is None:
-                    self._owed = sequence
-                self.manager.prefetch(match, spare=len(self.running))
-                break
-            heapq.heappop(waiting)
-            spent += self._plan_chunk(sequence, budget - spent, rows, members)
-        for item in deferred:
-            heapq.heappush(waiting, item)
-        self.counts["deferred"] += len(deferred)
-        return spent, was_refused
-
-    def _may_start(self, sequence: Sequence) -> bool:
-        owed = self._owed
-        if owed is None or sequence is owed or sequence.request.priority < owed.request.priority:
-            return True
-        return sequence.class_name == owed.class_name and sequence.order < owed.order
-
-    def _start(self, sequence: Sequence, match: Match) -> bool:
-        request, reclaimed = sequence.request, False
-        while True:
-            holding = None
-            if len(self.running) < self.most_running:
-                if reclaimed:  # memory has changed hands since
-                    limit = sequence.scored if request.score_prompt else len(sequence.tokens)
-                    limit = min(limit, len(sequence.tokens) - 1)
-                    match = self.manager.match(sequence.keys, request.cache_salt, limit)
-                if not match.is_pending:
-                    holding = self.manager.admit(
-                        sequence.number,
-                        sequence.keys,
-                        request.cache_salt,
-                        match,
-                        len(sequence.tokens),
-                        spare=len(self.running) + 1 if self.running else 0,
-                        borders=request.borders,
-                    )
-            if holding is not None:
-                break
-            if not self._reclaim(sequence):
-                return False
-            reclaimed = True
-        sequence.holding = holding
-        sequence.target, sequence.planned = len(sequence.tokens), holding.position
-        sequence.is_parking, sequence.refusals = False, 0
-        if self._owed is sequence:
-            self._owed = None
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens, sequence.matched_tokens = holding.cached, min(holding.matched, len(sequence.tokens))
-            counts = self.manager.counts
-            counts["prompts"] += 1
-            counts["prompt_tokens"] += len(sequence.tokens)
-            counts["matched_tokens"] += sequence.matched_tokens
-            counts["cached_tokens"] += holding.cached
-        insort(self.running, sequence, key=lambda one: one.order)
-        return True
-
-    def _reclaim(self, sequence: Sequence) -> bool:
-        """Take memory back for a sequence that comes first or whose class gets less than its share."""
-        usage, classes = self._usage(), self.settings.classes
-        needed = len(sequence.tokens) // self.manager.page_tokens + 1
-        # only what fits in its own share: else two classes could take the same memory from each other for ever
-        own = [one for one in self.running if one.class_name == sequence.class_name]
-        pages = needed + sum(len(one.holding.pages) for one in own if one.holding is not None)
-        share = classes[sequence.class_name].share
-        is_due = (len(own) + 1) / self.most_running <= share and pages / (self.manager.sizes.pages - 1) <= share
-        givers = [
-            one
-            for one in self.running
-            if not one.is_closing
-            and (
-                one.request.priority > sequence.request.priority
-                or (
-                    is_due
-                    and one.request.priority == sequence.request.priority
-                    and one.class_name != sequence.class_name
-                    and usage[one.class_name] > classes[one.class_name].share
-                    and one.preemptions < MOST_RECLAIMS
-                )
-            )
-        ]
-        if any(one.is_parking for one in self.running):
-            return False
-        promised = self.manager.tiers.available_pages
-        chosen: list[Sequence] = []
-        for one in sorted(givers, key=lambda one: one.order, reverse=True):
-            chosen.append(one)
-            assert one.holding is not None
-            promised += len(one.holding.pages)
-            others = len(self.running) - len(chosen)
-            if promised >= needed + others + 1 or not others:
-                break
-        else:
-            return False
-        for one in chosen:
-            self._park(one)
-        self._owed = sequence
-        return any(one.holding is None for one in chosen)
-
-    def _usage(self) -> dict[str, float]:
-        """Return the share of slots or pages, whichever is larger, that each class holds."""
-        slots: dict[str, int] = {}
-        pages: dict[str, int] = {}
-        for one in self.running:
-            if one.holding is not None:
-                slots[one.class_name] = slots.get(one.class_name, 0) + 1
-                pages[one.class_name] = pages.get(one.class_name, 0) + len(one.holding.pages)
-        most_pages = max(1, self.manager.sizes.pages - 1)
-        return {name: max(slots[name] / self.most_running, pages[name] / most_pages) for name in slots}
-
-    def _must_follow(self, sequence: Sequence) -> bool:
-        if sequence.number not in self._follows:
-            return False
-        leader, place = self._follows[sequence.number]
-        if leader.holding is not None and not leader.is_closing and leader.holding.position < place:
-            return True
-        del self._follows[sequence.number]
-        return False
-
-    def _follow(self, sequence: Sequence, match: Match) -> bool:
-        """Whether a running prompt is about to leave a snapshot that this one can use; then it waits for it."""
-        prefixes = self.manager.prefixes
-        if prefixes is None or sequence.request.score_prompt:
-            return False
-        least, most = match.position + prefixes.gap, len(sequence.tokens) - 1
-        for leader in self.running:
-            holding = leader.holding
-            if holding is None or leader.is_closing or leader.is_parking or not holding.places:
-                continue
-            if holding.salt != sequence.request.cache_salt or holding.epoch != self.manager.epoch:
-                continue
-            for place in reversed(holding.places):
-                if place < least or place <= holding.position:
-                    break
-                if place > most or sequence.keys[place - 1] != holding.keys[place - 1]:
-                    continue
-                if sequence.keys[:place] == holding.keys[:place]:
-                    self._follows[sequence.number] = (leader, place)
-                    return True
-        return False
 
     # results
 
@@ -542,13 +372,10 @@ class Scheduler:
         sequence.planned = sequence.target = 0
         sequence.preemptions += 1
         self.counts["preemptions"] += 1
-        self._wait(sequence)
+        self.admission.push(sequence)
 
     def _close(self, sequence: Sequence) -> None:
         assert sequence.holding is not None
         self.manager.release(sequence.holding, keep=sequence.keeps)
         self.running.remove(sequence)
         sequence.holding = None
-
-    def _wait(self, sequence: Sequence) -> None:
-        heapq.heappush(self._waiting[sequence.class_name], (sequence.order, sequence))

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from triax.serve.cache.manager import Holding
 from triax.serve.cache.prefix import keys_of
-from triax.serve.request import Request
+from triax.serve.request import MediaItem, Request
 
 
 @dataclass(eq=False, slots=True)
@@ -50,6 +50,10 @@ class Sequence:
     """Prompt tokens whose latents were known when it first ran."""
     refusals: int = 0
     """Plans that had no room for it while it was first of its class."""
+    leader: "Sequence | None" = None
+    """A running sequence whose prompt begins as this one does, and is about to leave a snapshot."""
+    leader_place: int = 0
+    """Position of that snapshot."""
     preemptions: int = 0
     failures: int = 0
     """Failed steps that it had a part in."""
@@ -86,7 +90,7 @@ class Sequence:
         if self.keys is not self.tokens:
             self.keys.extend(tokens)
 
-    def media_between(self, start: int, end: int) -> tuple:
+    def media_between(self, start: int, end: int) -> tuple[MediaItem, ...]:
         """Return the pictures with slot tokens from `start` up to `end`."""
         items = self.request.media
         return tuple(m for m in items if m.start < end and start < m.start + m.length) if items else ()

@@ -220,6 +220,30 @@ class Session:
             self.machine.poison("page", "device", [0])
             self.machine.poison("slot", "device", [0])
 
+    def report(self) -> dict:
+        """Return what is held and what was saved, by name."""
+        tiers, counts = self.manager.tiers, self.manager.counts
+        nodes = self.manager.tree.nodes()
+        return {
+            "pages": self.manager.sizes.pages - 1,
+            "pages_free": tiers.pages.num_free,
+            "pages_idle": tiers.idle_pages,
+            "slots": self.manager.sizes.slots - 1,
+            "slots_free": tiers.slots.num_free,
+            "slots_idle": len(tiers.slot_order),
+            "host_pages": self.manager.sizes.host_pages,
+            "host_pages_free": tiers.host_pages.num_free,
+            "host_slots": self.manager.sizes.host_slots,
+            "host_slots_free": tiers.host_slots.num_free,
+            "running": len(self.manager.holdings),
+            "known_pages": len(nodes),
+            "known_snapshots": sum(len(node.snapshots) for node in nodes),
+            "epoch": self.manager.epoch,
+            "hit_share": counts["cached_tokens"] / counts["prompt_tokens"] if counts["prompt_tokens"] else 0.0,
+            **counts,
+            **tiers.counts,
+        }
+
     def run(self, most: int = 1000, depth: int = 1) -> int:
         """Go on until nothing is left to do; return the number of steps."""
         for count in range(most):

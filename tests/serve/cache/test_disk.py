@@ -62,7 +62,7 @@ def filled(simulation, disk):
 def test_a_new_engine_goes_on_with_what_the_old_one_saved(simulation, open_disk, tmp_path, host):
     disk = open_disk(tmp_path, "model", 1 << 20)
     old, _, count = filled(simulation, disk)
-    assert count == old.manager.report()["known_snapshots"] > 3
+    assert count == old.report()["known_snapshots"] > 3
     disk.close()
     new, memory = session_with(simulation, host_pages=host[0], host_slots=host[1])
     disk = open_disk(tmp_path, "model", 1 << 20)

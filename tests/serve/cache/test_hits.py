@@ -162,7 +162,7 @@ def test_without_prefixes_nothing_is_kept(simulation):
     session = simulation.Session(pages=60, prefixes=None)
     session.ask(tokens(21))
     assert session.ask(tokens(21)).matched_tokens == 0
-    report = session.manager.report()
+    report = session.report()
     assert report["pages_free"] == report["pages"]
     assert report["slots_free"] == report["slots"]
     assert report["hit_share"] == 0
@@ -172,14 +172,14 @@ def test_nothing_goes_to_the_host_while_nothing_is_evicted(simulation):
     session = simulation.Session(pages=100, slots=40, host_pages=100, host_slots=40)
     for seed in range(4):
         session.ask(tokens(21, seed))
-    assert session.manager.report()["written_back"] == 0
+    assert session.report()["written_back"] == 0
 
 
 def test_an_evicted_prefix_comes_back_from_the_host_as_it_was(simulation):
     session = simulation.Session(pages=14, slots=4, host_pages=60, host_slots=20)
     for seed in range(6):
         session.ask(tokens(21, seed))
-    report = session.manager.report()
+    report = session.report()
     assert report["written_back"] > 0
     for seed in range(6):
         assert session.ask(tokens(21, seed)).cached_tokens >= 16
@@ -215,7 +215,7 @@ def test_a_preempted_sequence_goes_on_from_the_host_where_it_fits(simulation):
         session.run()
         assert session.scheduler.counts["preemptions"] > 0
         assert all(len(session.answers[name]) == 12 for name in names)
-        assert (session.manager.report()["written_back"] > 0) == is_restored
+        assert (session.report()["written_back"] > 0) == is_restored
 
 
 def test_invalid_logits_leave_nothing_for_others(simulation):

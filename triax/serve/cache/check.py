@@ -72,7 +72,7 @@ def _structure(manager: Manager) -> Iterator[str]:
         marks = {key: s for child in node.children.values() for key, s in _marks_of(child)}
         if marks != node.marks or Counter(len(key) for key in marks) != Counter(node.lengths):
             yield f"{where} does not find all snapshots in its children"
-        if not node.pins and not node.is_pending and not node.is_stale and manager.tiers._is_useless(node):
+        if not node.pins and not node.is_pending and not node.is_stale and manager.tiers.is_useless(node):
             yield f"{where} serves nobody"
         for offset, snapshot in node.snapshots.items():
             if snapshot.slot is None and snapshot.host is None and not snapshot.is_pending:

@@ -16,6 +16,7 @@ from typing import Protocol, runtime_checkable
 
 from triax.errors import CheckpointError, ConfigError
 from triax.log import logger
+from triax.serve.cache.install import install
 from triax.serve.cache.manager import Manager
 from triax.serve.cache.prefix import Key, Node, Snapshot
 from triax.serve.plan import Kind, Place
@@ -238,7 +239,7 @@ class Disk:
         if state is None or any(content is None for content in contents):
             return False
         pages = [one.tokens for _, one in chain]
-        installed = manager.install(entry.salt, pages, len(entry.tokens), entry.saved)
+        installed = install(manager, entry.salt, pages, len(entry.tokens), entry.saved)
         if installed is None:
             return False
         nodes, snapshot = installed

@@ -2,57 +2,20 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from triax.config.serve import Prefixes
 from triax.errors import CapacityError
 from triax.serve.cache.eviction import recompute_cost
+from triax.serve.cache.holding import Holding
+from triax.serve.cache.landing import land, undo
+from triax.serve.cache.moves import Moves
 from triax.serve.cache.places import snapshot_places
-from triax.serve.cache.prefix import Key, Match, Node, Snapshot, Tree
-from triax.serve.cache.tiers import Moves, Sizes, Tiers
+from triax.serve.cache.prefix import Match, Node, Snapshot, Tree
+from triax.serve.cache.tiers import Sizes, Tiers
 from triax.serve.plan import Copy
 
 MOST_UNSAVED = 4096  # snapshots that are remembered for the disk; older ones have been evicted anyway
-
-
-@dataclass(eq=False, slots=True)
-class Holding:
-    """What one running sequence has in memory: private slot, page table, position, and its place in the tree."""
-
-    number: int
-    keys: list[int]
-    """Its tokens as keys of the tree; the sequence appends to it."""
-    salt: str
-    epoch: int
-    """Of the tree when it was admitted; nothing goes from one epoch to another."""
-    slot: int
-    pages: list[int]
-    node: Node
-    """Deepest whole page that it has found or published; pinned."""
-    published: int
-    """Whole pages down to there."""
-    position: int
-    """Tokens in slot and pages, once the steps that were committed are done."""
-    cached: int
-    """Tokens that were restored."""
-    matched: int
-    """Tokens whose latents were known."""
-    deepest: int
-    """Position of the deepest snapshot of this very prefix."""
-    places: list[int] = field(default_factory=list)
-    """Positions after which to take a snapshot, in order."""
-    tail: Node | None = None
-    """Partly filled page that it has published; pinned."""
-    is_void: bool = False
-    """Whether its memory is not to be trusted."""
-    _table: tuple[int, ...] | None = None
-
-    @property
-    def table(self) -> tuple[int, ...]:
-        """The page table."""
-        if self._table is None:
-            self._table = tuple(self.pages)
-        return self._table
 
 
 @dataclass
@@ -176,7 +139,7 @@ class Manager:
         tiers = self.tiers
         if node.page is not None:
             return tiers.pages.share(node.page)
-        assert node.host is not None
+        assert node.host is not None, "a page of the hit is not there any more"
         page = tiers.take_page()
         tiers.moves.restores.append(Copy("page", "host", node.host, "device", page))
         tiers.moves.restored.append((node, page))
@@ -189,14 +152,14 @@ class Manager:
         if snapshot.slot is not None:
             moves.restores.append(Copy("slot", "device", snapshot.slot, "device", slot))
         else:
-            assert snapshot.host is not None
+            assert snapshot.host is not None, "the snapshot of the hit is not there any more"
             moves.restores.append(Copy("slot", "host", snapshot.host, "device", slot))
         if snapshot.offset < self.page_tokens:  # the page goes on differently: write to a copy
             node, target = snapshot.node, pages[snapshot.node.start // self.page_tokens]
             if node.page is not None:
                 moves.restores.append(Copy("page", "device", node.page, "device", target))
             else:
-                assert node.host is not None
+                assert node.host is not None, "the last page of the hit is not there any more"
                 moves.restores.append(Copy("page", "host", node.host, "device", target))
 
     def grow(self, holding: Holding, length: int) -> bool:
@@ -205,8 +168,7 @@ class Manager:
         if missing > 0:
             if self.tiers.available_pages < missing:
                 return False
-            holding.pages += [self.tiers.take_page() for _ in range(missing)]
-            holding._table = None
+            holding.extend([self.tiers.take_page() for _ in range(missing)])
         return True
 
     def take_snapshot(self, holding: Holding, position: int) -> None:
@@ -259,7 +221,7 @@ class Manager:
             advances: Holdings with the position that each has now.
         """
         step = self._steps.pop(0)
-        self.tiers.land(step.moves)
+        land(self.tiers, step.moves)
         for holding, position in advances:
             holding.position = position
             if position // self.page_tokens > holding.published:
@@ -273,7 +235,7 @@ class Manager:
         for step in reversed(self._steps):
             for _, _, slot in step.taken:
                 self.tiers.slots.drop(slot)
-            self.tiers.undo(step.moves)
+            undo(self.tiers, step.moves)
         self._steps.clear()
 
     def release(self, holding: Holding, *, keep: bool) -> None:
@@ -311,47 +273,6 @@ class Manager:
                 self.tiers.remove(node)
             node = above
 
-    def install(self, salt: str, pages: list[Key], offset: int, saved: int) -> tuple[list[Node], Snapshot] | None:
-        """Take in a prefix from outside, into memory that is free; for use between steps, before others can match it.
-
-        Args:
-            salt: Whose prefixes it belongs to.
-            pages: Its keys, page by page; only the last page may be partly filled.
-            offset: Keys of the last page that the snapshot covers.
-            saved: Tokens back to the snapshot before it.
-
-        Returns:
-            The nodes that are new and the snapshot: the caller fills their memory, on the host where there is a host
-            pool, else on the device. None if it is known already or does not fit.
-        """
-        tiers, tree, on_host = self.tiers, self.tree, self.sizes.host_pages > 0
-        node: Node | None = tree.roots.get(salt)
-        known = 0
-        while node is not None and known < len(pages) and (child := node.children.get(pages[known])) is not None:
-            if child.is_pending:
-                return None
-            node, known = child, known + 1
-        if node is not None and known >= len(pages) - 1:
-            parent = node.parent if known == len(pages) else node
-            if parent is not None and pages[-1][:offset] in parent.marks:
-                return None
-        free = (tiers.host_pages, tiers.host_slots) if on_host else (tiers.pages, tiers.slots)
-        if free[0].num_free < len(pages) - known or not free[1].num_free:
-            return None
-        if not on_host and node is not None and node.parent is not None and node.page is None:
-            return None
-        node = node or tree.root(salt)
-        added = []
-        for tokens in pages[known:]:
-            node = tree.insert(node, tokens, 0)
-            tiers.install_page(node, on_host=on_host)
-            added.append(node)
-        snapshot = tree.mark(node, offset, saved)
-        tiers.install_slot(snapshot, on_host=on_host)
-        for one in added:
-            tiers.rescore(one)
-        return added, snapshot
-
     def reset(self) -> None:
         """Forget all prefixes; running sequences go on with the memory they have, which nobody else will see.
 
@@ -365,30 +286,6 @@ class Manager:
             if node.is_alive and not node.pins:
                 self.tiers.remove(node)
         self.tiers.forsake()
-
-    def report(self) -> dict[str, int | float]:
-        """Return what is held and what was saved, by name."""
-        tiers, counts = self.tiers, self.counts
-        nodes = self.tree.nodes()
-        return {
-            "pages": self.sizes.pages - 1,
-            "pages_free": tiers.pages.num_free,
-            "pages_idle": tiers.idle_pages,
-            "slots": self.sizes.slots - 1,
-            "slots_free": tiers.slots.num_free,
-            "slots_idle": len(tiers.slot_order),
-            "host_pages": self.sizes.host_pages,
-            "host_pages_free": tiers.host_pages.num_free,
-            "host_slots": self.sizes.host_slots,
-            "host_slots_free": tiers.host_slots.num_free,
-            "running": len(self.holdings),
-            "known_pages": len(nodes),
-            "known_snapshots": sum(len(node.snapshots) for node in nodes),
-            "epoch": self.epoch,
-            "hit_share": counts["cached_tokens"] / counts["prompt_tokens"] if counts["prompt_tokens"] else 0.0,
-            **counts,
-            **tiers.counts,
-        }
 
     # publishing
 
@@ -419,26 +316,10 @@ class Manager:
             if child.page is None:
                 tiers.give_page(child, page)
             elif child.page != page:  # somebody else computed the same
-                holding.pages[index] = tiers.pages.share(child.page)
+                holding.set_page(index, tiers.pages.share(child.page))
                 tiers.pages.drop(page)
-                holding._table = None
-            self._absorb(parent, child)
+            tiers.absorb(child)
             holding.node, holding.published = child, index + 1
-
-    def _absorb(self, parent: Node, child: Node) -> None:
-        """Let a whole page take over the snapshots of partly filled ones that begin as it does."""
-        for length in list(parent.lengths):
-            snapshot = parent.marks.get(child.tokens[:length])
-            if snapshot is None or snapshot.node is child:
-                continue
-            partial = snapshot.node
-            if partial.pins or partial.is_pending or partial.tokens != child.tokens[: len(partial.tokens)]:
-                continue
-            if any(one.pins or one.is_pending for one in partial.snapshots.values()):
-                continue
-            for one in list(partial.snapshots.values()):
-                self.tree.move(one, child)
-            self.tiers.remove(partial)
 
     def _mark(self, holding: Holding, slot: int) -> bool:
         """Publish a state at the holding's position; False if it is not wanted, and the slot stays the caller's."""

@@ -1,8 +1,9 @@
 """Device and host memory under the tree: who gives way, what is written back, and what is still on its way."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from triax.serve.cache.eviction import Order, recompute_cost
+from triax.serve.cache.moves import Moves
 from triax.serve.cache.pool import Pool
 from triax.serve.cache.prefix import Node, Snapshot, Tree
 from triax.serve.plan import Copy
@@ -16,25 +17,6 @@ class Sizes:
     slots: int
     host_pages: int = 0
     host_slots: int = 0
-
-
-@dataclass
-class Moves:
-    """Copies of one step, and what becomes true once they are done."""
-
-    write_backs: list[Copy] = field(default_factory=list)
-    restores: list[Copy] = field(default_factory=list)
-    clear: list[int] = field(default_factory=list)
-    after: list[Copy] = field(default_factory=list)
-    beside: list[Copy] = field(default_factory=list)
-    written: list[Node | Snapshot] = field(default_factory=list)
-    """What these write-backs take to the host."""
-    restored: list[tuple[Node, int]] = field(default_factory=list)
-    """Nodes with the device page that each gets."""
-    prefetched: list[tuple[Node | Snapshot, int]] = field(default_factory=list)
-    """Entries with the page or slot that each gets; pinned until then."""
-    read: list[Snapshot] = field(default_factory=list)
-    """Snapshots that a restore reads; pinned until then, with their nodes."""
 
 
 class Tiers:
@@ -85,7 +67,7 @@ class Tiers:
         node.pins += 1
         if node.pins == 1:
             self.idle_pages -= node.page is not None
-            self._review(node)
+            self.review(node)
 
     def unpin(self, node: Node) -> None:
         """Let go of a node and all above it."""
@@ -100,22 +82,39 @@ class Tiers:
         node.pins -= 1
         if not node.pins:
             self.idle_pages += node.page is not None
-            if self._is_useless(node):
+            if self.is_useless(node):
                 self.remove(node)
             else:
-                self._review(node)
+                self.review(node)
 
     def pin_snapshot(self, snapshot: Snapshot) -> None:
         """Keep a snapshot and the pages that belong to it."""
         snapshot.pins += 1
-        self._review_snapshot(snapshot)
+        self.review_snapshot(snapshot)
         self.pin(snapshot.node)
 
     def unpin_snapshot(self, snapshot: Snapshot) -> None:
         """Let go of a snapshot."""
         snapshot.pins -= 1
-        self._review_snapshot(snapshot)
+        self.review_snapshot(snapshot)
         self.unpin(snapshot.node)
+
+    def absorb(self, child: Node) -> None:
+        """Let a whole page take over the snapshots of partly filled ones that begin as it does."""
+        parent = child.parent
+        assert parent is not None
+        for length in list(parent.lengths):
+            snapshot = parent.marks.get(child.tokens[:length])
+            if snapshot is None or snapshot.node is child:
+                continue
+            partial = snapshot.node
+            if partial.pins or partial.is_pending or partial.tokens != child.tokens[: len(partial.tokens)]:
+                continue
+            if any(one.pins or one.is_pending for one in partial.snapshots.values()):
+                continue
+            for one in list(partial.snapshots.values()):
+                self.tree.move(one, child)
+            self.remove(partial)
 
     # getting memory
 
@@ -144,31 +143,14 @@ class Tiers:
         self.idle_pages += not node.pins
         if node.parent is not None:
             node.parent.num_device_children += 1
-            self._review(node.parent)
-        self._review(node)
+            self.review(node.parent)
+        self.review(node)
 
     def give_slot(self, snapshot: Snapshot, slot: int) -> None:
         """Let a snapshot own a slot of the device."""
         snapshot.slot = slot
-        self._review_snapshot(snapshot)
-        self._review(snapshot.node)
-
-    def install_page(self, node: Node, *, on_host: bool) -> None:
-        """Give a new node a page that is free; its bytes come from outside."""
-        if on_host:
-            node.host = self.host_pages.take()
-        else:
-            page = self.take_page()
-            self.give_page(node, page)
-            self.pages.drop(page)
-
-    def install_slot(self, snapshot: Snapshot, *, on_host: bool) -> None:
-        """Give a new snapshot a slot that is free; its bytes come from outside."""
-        if on_host:
-            snapshot.host = self.host_slots.take()
-        else:
-            snapshot.slot = self.slots.take()
-        self._review_snapshot(snapshot)
+        self.review_snapshot(snapshot)
+        self.review(snapshot.node)
 
     # losing memory
 
@@ -177,8 +159,8 @@ class Tiers:
         node.is_pending = True  # whatever gives way on the host for it, it is not itself
         for snapshot in node.snapshots.values():
             snapshot.pins += 1
-            self._review_snapshot(snapshot)
-        self._review(node)
+            self.review_snapshot(snapshot)
+        self.review(node)
         homes: dict[Snapshot, int] = {}
         for snapshot in node.snapshots.values():
             if snapshot.host is None and (home := self._host_slot(snapshot)) is not None:
@@ -210,7 +192,7 @@ class Tiers:
         else:
             node.is_pending = False
         self._leave_page(node)
-        if self._is_useless(node):
+        if self.is_useless(node):
             self.remove(node)
 
     def _evict_slot(self, snapshot: Snapshot) -> None:
@@ -222,7 +204,7 @@ class Tiers:
             self._write_back(snapshot, home)
         if snapshot.host is not None:
             self._leave_slot(snapshot)
-            self._review(snapshot.node)
+            self.review(snapshot.node)
         else:
             self.drop_snapshot(snapshot)
 
@@ -238,7 +220,7 @@ class Tiers:
         if snapshot.slot is not None:
             self.slots.drop(snapshot.slot)
             snapshot.slot = None
-        self._review_snapshot(snapshot)
+        self.review_snapshot(snapshot)
 
     def _leave_page(self, node: Node) -> None:
         assert node.page is not None
@@ -247,8 +229,8 @@ class Tiers:
         self.idle_pages -= not node.pins
         if node.parent is not None:
             node.parent.num_device_children -= 1
-            self._review(node.parent)
-        self._review(node)
+            self.review(node.parent)
+        self.review(node)
 
     def remove(self, node: Node) -> None:
         """Forget an unpinned node with everything below it, and what becomes useless above it."""
@@ -256,7 +238,7 @@ class Tiers:
             self._remove_one_below(child)
         parent = node.parent
         self._remove_one(node)
-        if parent is not None and not parent.pins and self._is_useless(parent):
+        if parent is not None and not parent.pins and self.is_useless(parent):
             self.remove(parent)
 
     def forsake(self) -> None:
@@ -288,18 +270,18 @@ class Tiers:
                 del self.tree.roots[node.salt]
         else:
             self.tree.remove(node)
-        self._review(node)
+        self.review(node)
         if node.parent is not None:
-            self._review(node.parent)
+            self.review(node.parent)
 
     def drop_snapshot(self, snapshot: Snapshot) -> None:
         """Forget a snapshot, and its node if that becomes useless."""
         node = snapshot.node
         self._drop_snapshot(snapshot)
-        if not node.pins and not node.is_pending and self._is_useless(node):
+        if not node.pins and not node.is_pending and self.is_useless(node):
             self.remove(node)
         else:
-            self._review(node)
+            self.review(node)
 
     def _drop_snapshot(self, snapshot: Snapshot) -> None:
         self.counts["dropped_snapshots"] += 1
@@ -335,7 +317,7 @@ class Tiers:
             assert snapshot.host is not None
             self.host_slots.drop(snapshot.host)
             snapshot.host = None
-            self._review_snapshot(snapshot)
+            self.review_snapshot(snapshot)
 
     def _host_page(self, node: Node) -> int | None:
         worth = float("inf") if node.children else self._node_worth(node)
@@ -353,64 +335,6 @@ class Tiers:
                 victim.host = None
         return index
 
-    # copies under way
-
-    def land(self, moves: Moves) -> None:
-        """Make true what a step's copies have done."""
-        for entry in moves.written:
-            self._arrived(entry)
-        for node, page in moves.restored:
-            node.is_pending = False
-            self.give_page(node, page)
-        for entry, index in moves.prefetched:
-            entry.is_pending = False
-            if isinstance(entry, Node):
-                self.give_page(entry, index)
-                self.pages.drop(index)
-                self.unpin(entry)
-            else:
-                self.give_slot(entry, index)
-                self.unpin_snapshot(entry)
-        for snapshot in moves.read:
-            self.unpin_snapshot(snapshot)
-
-    def undo(self, moves: Moves) -> None:
-        """Forget what a step's copies would have done; what was on its way to the host is lost."""
-        for snapshot in moves.read:
-            self.unpin_snapshot(snapshot)
-        for entry, index in moves.prefetched:
-            entry.is_pending = False
-            if isinstance(entry, Node):
-                self.pages.drop(index)
-                self.unpin(entry)
-            else:
-                self.slots.drop(index)
-                self.unpin_snapshot(entry)
-        for node, _ in moves.restored:
-            node.is_pending = False
-            self._review(node)
-        for entry in moves.written:
-            was_alive = self.is_known(entry)
-            self._arrived(entry)
-            if was_alive and self.is_known(entry):
-                if isinstance(entry, Node):
-                    self.remove(entry)
-                else:
-                    self.drop_snapshot(entry)
-
-    def _arrived(self, entry: Node | Snapshot) -> None:
-        entry.is_pending = False
-        if not self.is_known(entry):  # forgotten while it was on its way
-            assert entry.host is not None
-            (self.host_pages if isinstance(entry, Node) else self.host_slots).drop(entry.host)
-            entry.host = None
-        elif isinstance(entry, Snapshot):
-            self._review_snapshot(entry)
-        elif self._is_useless(entry) and not entry.pins:
-            self.remove(entry)
-        else:
-            self._review(entry)
-
     @staticmethod
     def is_known(entry: Node | Snapshot) -> bool:
         """Whether an entry is still in the tree, or in use since before the tree was emptied."""
@@ -418,7 +342,7 @@ class Tiers:
 
     # what the orders hold
 
-    def _is_useless(self, node: Node) -> bool:
+    def is_useless(self, node: Node) -> bool:
         """Whether an unpinned node serves nobody: nothing depends on it, and no later branch can be found by it."""
         if node.children or node.snapshots or node.is_pending or not node.is_alive:
             return False
@@ -435,15 +359,15 @@ class Tiers:
         """Count a node as used just now."""
         self.page_order.discard(node)
         self.host_page_order.discard(node)
-        self._review(node)
+        self.review(node)
 
     def rescore_snapshot(self, snapshot: Snapshot) -> None:
         """Count a snapshot as used just now."""
         self.slot_order.discard(snapshot)
         self.host_slot_order.discard(snapshot)
-        self._review_snapshot(snapshot)
+        self.review_snapshot(snapshot)
 
-    def _review(self, node: Node) -> None:
+    def review(self, node: Node) -> None:
         """Put a node into the orders that it belongs to and out of the others."""
         is_free = node.is_alive and not node.pins and not node.is_pending and node.parent is not None
         if is_free and node.page is not None and not node.num_device_children:
@@ -457,7 +381,8 @@ class Tiers:
         else:
             self.host_page_order.discard(node)
 
-    def _review_snapshot(self, snapshot: Snapshot) -> None:
+    def review_snapshot(self, snapshot: Snapshot) -> None:
+        """Put a snapshot into the orders that it belongs to and out of the others."""
         is_free = not snapshot.pins and not snapshot.is_pending
         for order, index in ((self.slot_order, snapshot.slot), (self.host_slot_order, snapshot.host)):
             if not is_free or index is None:
