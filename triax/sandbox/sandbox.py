@@ -1,6 +1,7 @@
 """One sandbox as its user holds it: what it can do when, and what becomes of it when a step fails."""
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -41,6 +42,7 @@ class Sandbox:
 
     def __init__(self, owner: Owner, record: Record, machine: Machine | None) -> None:
         self._life = Life(owner, record, machine)
+        self._own_env: Mapping[str, str] = {}
 
     @property
     def id(self) -> str:
@@ -122,7 +124,7 @@ class Sandbox:
             SandboxError: The sandbox does not run, or no Linux would start this command.
         """
         parts = words(argv)
-        pairs = variables(env)
+        pairs = variables({**self._own_env, **(env or {})})
         positive("timeout_s", timeout_s)
         return await self._use(
             lambda machine: machine.exec(
@@ -141,7 +143,7 @@ class Sandbox:
     ) -> Process:
         """Start a process that lives on; `terminal` is rows and columns of one, none for pipes."""
         parts = words(argv)
-        pairs = variables(env)
+        pairs = variables({**self._own_env, **(env or {})})
         if terminal is not None and not self._life.owner.backend.capabilities.terminals:
             raise self._cannot("terminals")
         return await self._use(lambda machine: machine.start(parts, env=pairs, cwd=cwd, user=user, terminal=terminal))
@@ -209,6 +211,33 @@ class Sandbox:
         except SandboxError:
             self._life.record.expires_s = before
             raise
+        self._life.owner.changed()
+
+    def dedicate(self, spec: Spec) -> None:
+        """Make a sandbox that was made ahead the one that a user asked for: with labels, variables and a time limit.
+
+        Args:
+            spec: What was asked for.
+
+        Raises:
+            SandboxError: What is settled when a machine is made differs, or it does not run.
+        """
+        self._life.allow("set_timeout")
+        record = self._life.record
+        now = dataclasses.replace(
+            record.spec, env=spec.env, metadata=spec.metadata, timeout_s=spec.timeout_s, on_timeout=spec.on_timeout
+        )
+        if now != spec:
+            raise SandboxError(f"sandbox {self.id}: was made ahead as another; make one for this user", "refused")
+        before = record.spec, record.created_s, record.expires_s
+        record.spec, record.created_s = spec, time.time()
+        record.expires_s = None if spec.timeout_s is None else time.time() + spec.timeout_s
+        try:
+            self._life.owner.store.save(record)
+        except SandboxError:
+            record.spec, record.created_s, record.expires_s = before
+            raise
+        self._own_env = spec.env  # its machine does not know them before it is restored
         self._life.owner.changed()
 
     async def pause(self) -> None:

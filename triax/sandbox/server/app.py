@@ -24,6 +24,7 @@ from triax.sandbox.server.schema import LARGEST_BODY_BYTES
 
 log = logging.getLogger("triax.sandbox.server")
 
+LARGEST_DRAIN_BYTES = 16 * 2**20
 OPEN_PATHS = {"/health"}
 """Routes of the control plane that ask for no key."""
 
@@ -46,6 +47,9 @@ class Server:
         if scope["type"] == "lifespan":
             await self._control(scope, receive, send)
             return
+        if scope["type"] == "http":
+            request = _Drained(receive, send)
+            receive, send = request.receive, request.send
         headers = Headers(scope=scope)
         aimed = aim(headers)
         try:
@@ -65,7 +69,7 @@ class Server:
         query = QueryParams(scope["query_string"])
         if "signature" not in query:
             return None
-        ids = [sandbox.id for sandbox in self.plane.host.sandboxes()]
+        ids = [sandbox.id for sandbox in self.plane.sandboxes()]
         found = self.plane.access.signed(ids, query, "read" if scope["method"] == "GET" else "write")
         if found is None:
             raise Fault("unauthenticated", "the signature fits no sandbox and file of this server")
@@ -93,6 +97,31 @@ class Server:
         """Let go of connections and of what clients have open; the host and its sandboxes stay."""
         await self.plane.close()
         await self._client.aclose()
+
+
+class _Drained:
+    """A request whose body is read to its end before its answer ends.
+
+    A refusal needs no body, but HTTP/1.1 closes a connection on which one was left unread, just as the client sends
+    its next request over it.
+    """
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._is_read = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._is_read = self._is_read or message["type"] == "http.disconnect" or not message.get("more_body", False)
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            left = LARGEST_DRAIN_BYTES
+            while not self._is_read and left > 0:
+                left -= len((await self.receive()).get("body", b""))
+        await self._send(message)
 
 
 def _control(plane: Plane) -> ASGIApp:

@@ -322,16 +322,22 @@ async def _envelopes(request: Request, name: str, codec: Codec) -> AsyncGenerato
             data = bytes(waiting[5 : 5 + size])
             del waiting[: 5 + size]
             if flags & END:
-                return
+                continue
             yield codec.read(name, _inflate(encoding, data) if flags & COMPRESSED else data)
     if waiting:
         raise Fault("invalid_argument", f"body ends within an envelope; found {len(waiting)} bytes more")
 
 
 async def _only(envelopes: AsyncIterator[Message]) -> Message:
+    """Return the one message of a body, read to its end."""
+    found: Message | None = None
     async for message in envelopes:
-        return message
-    raise Fault("invalid_argument", "body holds no message; found no envelope")
+        if found is not None:
+            raise Fault("invalid_argument", "body must hold one message; found more")
+        found = message
+    if found is None:
+        raise Fault("invalid_argument", "body must hold one message; found none")
+    return found
 
 
 def _envelope(data: bytes, flags: int = 0) -> bytes:

@@ -93,7 +93,7 @@ def _matching(here: Plane, metadata: str | None, states: Sequence[str]) -> list[
     }
     return [
         one
-        for one in here.host.sandboxes()
+        for one in here.sandboxes()
         if wire.STATES.get(one.status) in states and wanted.items() <= wire.metadata(one.spec).items()
     ]
 

@@ -24,7 +24,7 @@ class _Collector:
         plane = self.plane
         statuses = GaugeMetricFamily("triax_sandboxes", "Sandboxes by status.", labels=["status"])
         counts: dict[str, int] = {"running": 0, "paused": 0, "suspended": 0, "lost": 0, "failed": 0}
-        for sandbox in plane.host.sandboxes():
+        for sandbox in plane.sandboxes():
             counts[sandbox.status] = counts.get(sandbox.status, 0) + 1
         for status, count in counts.items():
             statuses.add_metric([status], count)
@@ -56,6 +56,7 @@ class _Collector:
             ),
             GaugeMetricFamily("triax_sandbox_snapshots", "Snapshots kept.", len(plane.host.snapshots())),
             GaugeMetricFamily("triax_sandbox_processes", "Processes that clients may talk to.", processes),
+            GaugeMetricFamily("triax_sandbox_warm", "Booted machines that no client has yet.", plane.warm.count()),
             GaugeMetricFamily("triax_sandbox_server_start_seconds", "When the server started.", plane.started_s),
         ]
 
@@ -72,8 +73,8 @@ def node(plane: Plane) -> dict[str, Any]:
     total, free = machine.memory_bytes()
     disk = shutil.disk_usage(plane.settings.folder if plane.settings.folder.exists() else ".")
     here = [one.spec.resources for one in plane.live()]
-    paused = [one.spec.resources for one in plane.host.sandboxes() if one.status in ("paused", "suspended")]
-    starting = sum(one.status == "creating" for one in plane.host.sandboxes())
+    paused = [one.spec.resources for one in plane.sandboxes() if one.status in ("paused", "suspended")]
+    starting = sum(one.status == "creating" for one in plane.sandboxes())
     facts = os.uname()
     return {
         "id": facts.nodename,
@@ -82,7 +83,7 @@ def node(plane: Plane) -> dict[str, Any]:
         "status": "ready",
         "version": triax.__version__,
         "commit": "",
-        "sandboxCount": sum(one.status == "running" for one in plane.host.sandboxes()),
+        "sandboxCount": sum(one.status == "running" for one in plane.sandboxes()),
         "sandboxStartingCount": starting,
         "sandboxPausedCount": len(paused),
         "createSuccesses": plane.counts["created"],

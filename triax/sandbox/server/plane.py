@@ -18,6 +18,7 @@ from triax.sandbox.server import schema, wire
 from triax.sandbox.server.access import Access
 from triax.sandbox.server.catalog import Catalog
 from triax.sandbox.server.session import Session
+from triax.sandbox.server.warm import Warm, plain
 from triax.sandbox.store import Snapshot
 
 MOST_KEYS = 4096
@@ -40,6 +41,7 @@ class Plane:
         self.settings = settings
         self.access = access
         self.catalog = catalog
+        self.warm = Warm(host, settings.templates)
         self.started_s = time.time()
         self.counts = {"created": 0, "failed": 0, "refused": 0}
         self._sessions: dict[str, tuple[int, Session]] = {}
@@ -52,13 +54,19 @@ class Plane:
         Raises:
             SandboxError: There never was such a one, or it is dead, lost or failed; `status` tells which.
         """
-        sandbox = self.host.get(sandbox_id)
+        sandbox = self._get(sandbox_id)
         if sandbox.status in GONE:
             raise SandboxError(
                 f"sandbox {sandbox_id}: it is {sandbox.status}; {sandbox.reason or 'it was ended'}; create another",
                 "infrastructure" if sandbox.status != "dead" else "refused",
                 status=GONE[sandbox.status],
             )
+        return sandbox
+
+    def _get(self, sandbox_id: str) -> Sandbox:
+        sandbox = self.host.get(sandbox_id)
+        if wire.WARM in sandbox.spec.metadata:  # nobody was told of it
+            raise SandboxError(f"sandbox {sandbox_id[:80]!r}: there is none; list what there is", "refused", status=404)
         return sandbox
 
     async def session(self, sandbox_id: str) -> Session:
@@ -139,11 +147,15 @@ class Plane:
         return await self.host.create(spec, snapshot=snapshot.id)
 
     async def _make(self, wanted: schema.Life, template: Template, name: str) -> Sandbox:
-        resources = Resources(template.cpus, template.memory_mib, template.disk_mib, template.processes)
-        below = Spec(image=template.image, env=template.env, user=template.user, cwd=template.cwd)
-        spec = self._spec(wanted, resources, below, name)
+        below = plain(template)
+        spec = self._spec(wanted, below.resources, below, name)
         self._admit(spec.resources)
-        return await self.host.create(spec)
+        taken = self.warm.take(name, spec)
+        return taken if taken is not None else await self.host.create(spec)
+
+    def sandboxes(self) -> list[Sandbox]:
+        """Return the sandboxes that clients made, the oldest first."""
+        return [one for one in self.host.sandboxes() if wire.WARM not in one.spec.metadata]
 
     def _spec(self, wanted: schema.Life, resources: Resources, below: Spec, template: str) -> Spec:
         for name in wanted.metadata:
@@ -277,7 +289,7 @@ class Plane:
     def _admit(self, wanted: Resources, count: int = 1) -> None:
         quotas, live = self.settings.quotas, self.live()
         here = [sandbox.spec.resources for sandbox in live]
-        kept = [sandbox.spec.resources for sandbox in self.host.sandboxes() if sandbox.status == "suspended"]
+        kept = [sandbox.spec.resources for sandbox in self.sandboxes() if sandbox.status == "suspended"]
         sums = [
             ("sandboxes", len(live) + count, quotas.sandboxes),
             ("cpus", sum(one.cpus for one in here) + count * wanted.cpus, quotas.cpus),
@@ -294,7 +306,7 @@ class Plane:
 
     def live(self) -> Sequence[Sandbox]:
         """Return the sandboxes that have a machine."""
-        return [one for one in self.host.sandboxes() if one.status not in (*GONE, "suspended")]
+        return [one for one in self.sandboxes() if one.status not in (*GONE, "suspended")]
 
     async def connect(self, sandbox_id: str, timeout: int | None, *, shorten: bool = False) -> tuple[Sandbox, bool]:
         """Make a sandbox usable, and prolong its life.
@@ -349,7 +361,7 @@ class Plane:
 
     async def kill(self, sandbox_id: str) -> None:
         """End a sandbox, whatever its status; one that is gone already is an error with status 404."""
-        sandbox = self.host.get(sandbox_id)
+        sandbox = self._get(sandbox_id)
         if sandbox.status == "dead":
             raise SandboxError(f"sandbox {sandbox_id}: it is dead already", "refused", status=404)
         await sandbox.kill()
@@ -426,6 +438,7 @@ class Plane:
         return [session for _, session in self._sessions.values()]
 
     async def close(self) -> None:
-        """Let go of everything that clients have open."""
+        """Let go of everything that clients have open, and of machines that nobody took."""
+        await self.warm.close()
         for sandbox_id in list(self._sessions):
             await self.forget(sandbox_id)

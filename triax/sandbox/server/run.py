@@ -64,6 +64,7 @@ async def served(settings: Settings, backend: Backend) -> AsyncGenerator[Serving
                 asyncio.create_task(_sweep(plane, settings.sweep_s)),
             ]
             try:
+                await plane.warm.start()
                 await asyncio.wait([tasks[0], asyncio.create_task(ready.wait())], return_when=asyncio.FIRST_COMPLETED)
                 if tasks[0].done():
                     tasks[0].result()

@@ -17,6 +17,8 @@ RESERVED = "triax."
 """Labels that begin so are the server's own; clients neither set nor see them."""
 TEMPLATE, AUTO_RESUME, INTERNET = f"{RESERVED}template", f"{RESERVED}auto_resume", f"{RESERVED}internet"
 PRIVATE_PORTS = f"{RESERVED}private_ports"
+WARM = f"{RESERVED}warm"
+"""Marks a machine that was made ahead and has no client yet."""
 
 STATES: dict[Status, str] = {
     "creating": "running",
