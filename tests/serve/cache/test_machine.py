@@ -338,4 +338,4 @@ class MixesSalts(Manager):
 )
 def test_a_planted_fault_is_found(simulation, fault):
     with pytest.raises(AssertionError, match=NOTICED):
-        lived(simulation, 400, fault, steps=25, phases=(Phase.generate,))
+        lived(simulation, 400, fault, steps=12, phases=(Phase.generate,))
