@@ -351,9 +351,11 @@ def test_memory_goes_on_after_suspend_and_in_copies(tmp_path):
     async def run():
         async with hosting("gvisor", tmp_path) as host:
             sandbox = await started(host)
-            loop = "import time\nn=0\nwhile True:\n n+=1; open('/tmp/n','w').write(str(n)); time.sleep(0.02)"
+            count = "n+=1; open('/tmp/m','w').write(str(n)); os.rename('/tmp/m','/tmp/n'); time.sleep(0.02)"
+            loop = f"import os, time\nn=0\nwhile True:\n {count}"
             process = await sandbox.start(["python3", "-c", loop])
-            await asyncio.sleep(1)
+            while (await sandbox.exec("test -s /tmp/n")).exit_code != 0:
+                await asyncio.sleep(0.1)
             await sandbox.suspend()
             assert (await process.wait()).outcome == "infrastructure", "whoever waited for it is told"
             await sandbox.resume()

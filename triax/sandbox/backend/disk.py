@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import hashlib
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from triax.errors import SandboxError
 from triax.sandbox.backend.child import ran
+from triax.sandbox.guest.build import cache_folder, compiled
 
 SMALLEST_MIB = 8  # below that mke2fs leaves no room for files
 COPY = 2**26
@@ -122,6 +124,15 @@ def flush(root: str) -> None:
         os.close(fd)
 
 
+def ground_program() -> Path:
+    """Return the program that mounts a disk and joins control groups, compiled when it is first needed.
+
+    Raises:
+        SandboxError: This host has no C compiler.
+    """
+    return compiled([Path(__file__).with_name("enter.c")], "enter", cache_folder())
+
+
 async def until_released(disk: Path, limit_s: float = 5.0) -> bool:
     """Wait until no loop device holds a disk any more, as happens a moment after its last process ended."""
     name = str(disk)
@@ -148,7 +159,9 @@ def own(root: str, owner: int) -> None:
     disk = os.stat(root).st_dev
     os.chown(root, owner, owner)
     for _, folders, names, fd in os.fwalk(f"{root}/"):
-        for name in [*folders, *names]:
-            if os.stat(name, dir_fd=fd, follow_symlinks=False).st_dev == disk:
+        found = {name: os.stat(name, dir_fd=fd, follow_symlinks=False) for name in [*folders, *names]}
+        for name, entry in found.items():
+            # whoever owns a folder owns its symlinks in all that matters
+            if entry.st_dev == disk and not stat.S_ISLNK(entry.st_mode):
                 os.chown(name, owner, owner, dir_fd=fd, follow_symlinks=False)
-        folders[:] = [name for name in folders if os.stat(name, dir_fd=fd, follow_symlinks=False).st_dev == disk]
+        folders[:] = [name for name in folders if found[name].st_dev == disk]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from triax.errors import SandboxError
 from triax.sandbox.backend.child import Child, Ends, Spawned, ran
-from triax.sandbox.backend.disk import copy_disk, empty_disk, flush, keep_disk, until_released
+from triax.sandbox.backend.disk import copy_disk, empty_disk, flush, ground_program, keep_disk, until_released
 from triax.sandbox.backend.group import Group, Hierarchies
 from triax.sandbox.backend.layout import PATH, refuse_image, skeleton
 from triax.sandbox.backend.owned import COMMAND
@@ -26,7 +26,7 @@ from triax.sandbox.guest.build import cache_folder, compiled
 from triax.sandbox.protocol import OUTPUT_LIMIT, Capabilities, Check, Entry, Machine, Result, Spec, Usage
 
 SOURCE = Path(__file__).with_name("relay.c")
-TOOLS = {"runsc": "runsc", "unshare": "util-linux", "mke2fs": "e2fsprogs", "mount": "mount", "setpriv": "util-linux"}
+TOOLS = {"runsc": "runsc", "mke2fs": "e2fsprogs"}
 RELAY = "/run/triax/relay"
 FIRST_PATH = f"/run/triax:{PATH}"  # `ls` and `stat` of today ask old gVisor kernels in a way that those refuse
 USERS = {"root": 0, "user": 1000}
@@ -38,21 +38,6 @@ NAME_CAPABILITY = "CAP_SYS_ADMIN"
 # what a container usually may do; none of it reaches the host's kernel
 ALLOWED = ["CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_KILL", "CAP_SETGID", "CAP_SETUID"]
 ALLOWED += ["CAP_SETPCAP", "CAP_NET_BIND_SERVICE", "CAP_SYS_CHROOT", "CAP_SETFCAP"]
-
-# The mounts belong to a namespace of their own, which ends with its last process; the last line keeps it reachable.
-START = r"""set -e
-disk=$1 image=$2 number=$3; shift 3
-mount -t ext4 -o loop,nosuid,nodev,noatime "$disk" /mnt &
-while [ "$number" -gt 0 ]; do echo 0 > "$1"; shift; number=$((number - 1)); done
-ulimit -c 0
-wait $!
-if [ -n "$image" ]; then
-    mount -t overlay -o "lowerdir=$image,upperdir=/mnt/upper,workdir=/mnt/work,nosuid,nodev" overlay /mnt/root
-fi
-"$@" < /dev/null > /dev/null
-echo up
-exec sleep 2147483647 > /dev/null 2>&1
-"""
 
 
 class GvisorBackend:
@@ -195,9 +180,10 @@ class GvisorMachine:
         entrances = self.group.entrances()
         deed = ["restore", f"--image-path={memory}"] if memory else ["run"]
         inner = self.backend.runsc(*deed, "--detach", f"--bundle={bundle}", self.name)
-        script = [START, "sh", str(self.disk), self.spec.image or "", str(len(entrances)), *entrances, *inner]
+        enter = await asyncio.to_thread(ground_program)
+        ground = [str(enter), str(self.disk), self.spec.image or "-", "-", "stay"]
         ends = Ends(None)
-        argv = ["unshare", "--mount", "--propagation", "private", "setpriv", "--pdeathsig", "KILL", "sh", "-c", *script]
+        argv = [*ground, str(len(entrances)), *entrances, *inner]
         self._holder = Spawned(argv, ends, env={"PATH": os.defpath + ":/usr/sbin:/sbin"})
         holder = Child(self._holder, ends, keep=None, signal=self._holder.send)
         said = b""

@@ -14,7 +14,7 @@ from pathlib import Path
 from triax.errors import SandboxError
 from triax.sandbox.backend import init, seccomp
 from triax.sandbox.backend.child import Child, Ends, Spawned, ran
-from triax.sandbox.backend.disk import copy_disk, empty_disk, flush, keep_disk, own, until_released
+from triax.sandbox.backend.disk import copy_disk, empty_disk, flush, ground_program, keep_disk, own, until_released
 from triax.sandbox.backend.group import Group, Hierarchies
 from triax.sandbox.backend.inward import Forwards
 from triax.sandbox.backend.layout import HOME, USER, USER_NUMBER, bubblewrap, refuse_image, skeleton, variables_of
@@ -33,18 +33,6 @@ TOOLS = {
     "mke2fs": "e2fsprogs",
     "mount": "mount",
 }
-
-START = r"""set -e
-disk=$1 owner=$2 image=$3 number=$4; shift 4
-mount -t ext4 -o loop,nosuid,nodev,noatime "$disk" /mnt &
-while [ "$number" -gt 0 ]; do echo 0 > "$1"; shift; number=$((number - 1)); done
-ulimit -c 0
-wait $!
-if [ -n "$image" ]; then
-    mount -t overlay -o "lowerdir=$image,upperdir=/mnt/upper,workdir=/mnt/work,nosuid,nodev" overlay /mnt/root
-fi
-exec setpriv --reuid "$owner" --regid "$owner" --clear-groups --no-new-privs -- "$@"
-"""
 
 
 class NamespaceBackend:
@@ -169,15 +157,14 @@ class NamespaceMachine:
         """
         self.group.make(self.spec.resources)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        program = await asyncio.to_thread(init.program)
+        program, enter = await asyncio.gather(asyncio.to_thread(init.program), asyncio.to_thread(ground_program))
         filter_program = seccomp.program()
         ends = Ends(None)
         with theirs, open(program, "rb") as first, _memory(filter_program) as filtering:
             inner = bubblewrap(self.spec, self.id, theirs.fileno(), first.fileno(), filtering)
             entrances = self.group.entrances()
-            image = self.spec.image or ""
-            script = [START, "sh", str(self.disk), str(self.owner), image, str(len(entrances))]
-            argv = ["unshare", "--mount", "--propagation", "private", "sh", "-c", *script, *entrances, *inner]
+            ground = [str(enter), str(self.disk), self.spec.image or "-", str(self.owner), "become"]
+            argv = [*ground, str(len(entrances)), *entrances, *inner]
             fds = [fd for fd in (theirs.fileno(), first.fileno(), filtering) if fd is not None]
             self._init = init.Init(ours)
             self._outer = Spawned(argv, ends, env={"PATH": os.defpath + ":/usr/sbin:/sbin"}, pass_fds=fds)
