@@ -229,6 +229,15 @@ class Decoder(nn.Module):
         """Return the score of every token of the vocabulary."""
         return (tiled.linear if is_exact() else linear)(hidden, self.head.weight)
 
+    def join(self) -> None:
+        """Let products that read the same input run as one, once the model stands where it will answer.
+
+        Weights keep names, shapes and values, and can still be written in place; moving or casting the model undoes it.
+        """
+        for module in self.modules():
+            if isinstance(module, KDA | GatedMLA | GatedMlp):
+                module.join()
+
     def empty_cache(self, num_sequences: int) -> Cache:
         """Return a cache on this model's device and in its format."""
         weight = self.embed.weight

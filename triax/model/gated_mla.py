@@ -5,12 +5,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from triax.config import model as config
-from triax.kernels.linear import tiled
-from triax.kernels.mla import attend, pagewise
+from triax.kernels.linear import linear, tiled
+from triax.kernels.mla import attend, decode, pagewise
 from triax.model.cache import MlaCache
 from triax.model.exact import is_exact
 from triax.model.layout import Layout
-from triax.model.matrix import Blocks, matrix
+from triax.model.matrix import Blocks, join, matrix
 from triax.model.memory import MlaPages
 from triax.model.norm import RMSNorm
 from triax.model.precision import at_least_fp32
@@ -51,6 +51,8 @@ class GatedMLA(nn.Module):
         if settings.output_gate:
             self.gate = matrix(width, heads * settings.value_dim, init_std)
         self.output = matrix(heads * settings.value_dim, width, init_std)
+        self.joined: Tensor | None = None
+        """The weights that `join` has laid end to end."""
         self.largest_logit: Tensor | None = None
         """Largest scaled logit of each head over the training forwards since `reset_largest_logit`."""
 
@@ -84,9 +86,14 @@ class GatedMLA(nn.Module):
     ) -> tuple[Float[Tensor, "T H K"], Float[Tensor, "T L"]]:
         """Project; rotate where positions are rotary. The latent comes normalised, with the shared key behind it."""
         settings = self.settings
-        query = self.query_up(self.query_norm(self.query_down(hidden))) if settings.q_latent_dim else self.query(hidden)
+        if self.joined is not None:
+            query, down = linear(hidden, self.joined).tensor_split([self._query_in().out_features], dim=-1)
+        else:
+            query, down = self._query_in()(hidden), self.latent_down(hidden)
+        if settings.q_latent_dim:
+            query = self.query_up(self.query_norm(query))
         query = query.unflatten(-1, (settings.num_heads, -1))
-        latent, shared = self.latent_down(hidden).split([settings.kv_latent_dim, settings.rope_dim], dim=-1)
+        latent, shared = down.split([settings.kv_latent_dim, settings.rope_dim], dim=-1)
         if settings.rope:
             if isinstance(cache, MlaPages):
                 positions = cache.memory.positions
@@ -97,6 +104,13 @@ class GatedMLA(nn.Module):
             query = torch.cat([content, rotate(turned, cos, sin)], dim=-1)
             shared = rotate(shared, cos, sin)
         return query, torch.cat([self.latent_norm(latent), shared.to(latent.dtype)], dim=-1)
+
+    def _query_in(self) -> nn.Linear:
+        return self.query_down if self.settings.q_latent_dim else self.query
+
+    def join(self) -> None:
+        """Lay the products that read the same input end to end in memory, so that they run as one: for answering."""
+        self.joined = join([self._query_in().weight, self.latent_down.weight])
 
     def _expanded(
         self, query: Tensor, latent: Float[Tensor, "S L"], query_starts: tuple[int, ...], key_starts: tuple[int, ...]
@@ -146,10 +160,16 @@ class GatedMLA(nn.Module):
     def _over_pages(self, query: Float[Tensor, "T H K"], cache: MlaPages) -> Float[Tensor, "T H V"]:
         """Attend over latents that lie in pages: absorbed while few tokens are new, else with keys rebuilt."""
         memory, starts = cache.memory, cache.memory.layout.starts
-        count, absorbed = len(memory.parts), len(memory.parts) if is_exact() else memory.num_early
+        count = max(len(memory.parts), memory.num_early)
+        absorbed = count if is_exact() else memory.num_early
         early = starts[absorbed]
         reads = []
-        if early:
+        if early and memory.arena.has_kernels and not is_exact():
+            queries = self._into_latent(query[:early]).unflatten(0, memory.seen.shape)
+            tables = memory.tables[: memory.num_early]
+            mean = decode(queries, cache.latent, tables, memory.seen, self.scale, self.settings.kv_latent_dim)
+            reads.append(self._from_latent(mean.flatten(0, 1).to(query.dtype)))
+        elif early:
             mean = pagewise.attend(
                 self._into_latent(query[:early]),
                 cache.latent,
@@ -166,6 +186,8 @@ class GatedMLA(nn.Module):
             own = [start - early for start in starts[absorbed : count + 1]]
             seen = cache.seen(absorbed, totals).to(query.dtype)
             reads.append(self._expanded(query[early : starts[count]], seen, tuple(own), totals.starts))
+        if len(reads) == 1 and not memory.num_pads:
+            return reads[0]
         wide = torch.promote_types(query.dtype, torch.float32)
         pads = query.new_zeros(memory.num_pads, self.settings.num_heads, self.settings.value_dim, dtype=wide)
         return torch.cat([*(read.to(wide) for read in reads), pads])

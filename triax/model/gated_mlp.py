@@ -4,7 +4,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from triax.config.model import Activation
-from triax.model.matrix import Blocks, matrix
+from triax.kernels.linear import linear
+from triax.model.matrix import Blocks, join, matrix
 from triax.model.situ_glu import glu
 
 
@@ -20,10 +21,20 @@ class GatedMlp(nn.Module):
         self.gate = matrix(width, inner_dim, init_std)
         self.up = matrix(width, inner_dim, init_std)
         self.down = matrix(inner_dim, width, init_std)
+        self.joined: Tensor | None = None
+        """The weights that `join` has laid end to end."""
 
     def forward(self, hidden: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """Transform each token."""
-        return self.down(glu(self.gate(hidden), self.up(hidden), self.activation))
+        if self.joined is not None:
+            gate, up = linear(hidden, self.joined).chunk(2, dim=-1)
+        else:
+            gate, up = self.gate(hidden), self.up(hidden)
+        return self.down(glu(gate, up, self.activation))
+
+    def join(self) -> None:
+        """Lay the weights of gate and up end to end in memory, so that they run as one product: for answering."""
+        self.joined = join([self.gate.weight, self.up.weight])
 
     def matrices(self) -> Blocks:
         """Return the logical matrices for the optimiser."""

@@ -10,12 +10,14 @@ from torch.nn import functional as F
 from triax.config import model as config
 from triax.kernels import rms_norm
 from triax.kernels.kda import kda, stepped
-from triax.kernels.kda.slots import UNIT_EPS, Projected
+from triax.kernels.kda.decode import step, verify
+from triax.kernels.kda.slots import UNIT_EPS, Projected, Slots, Weights
+from triax.kernels.linear import linear
 from triax.kernels.short_conv import gathered, short_conv
 from triax.model.cache import KdaCache
 from triax.model.exact import is_exact
 from triax.model.layout import Layout
-from triax.model.matrix import Blocks, matrix
+from triax.model.matrix import Blocks, join, matrix
 from triax.model.memory import Drafts, KdaSlots
 from triax.model.norm import Fp32Norm, normalize
 from triax.model.precision import KeepsFp32, at_least_fp32
@@ -61,6 +63,9 @@ class KDA(KeepsFp32):
             self.gate_up = matrix(dim, inner, init_std)
         self.norm = Fp32Norm(dim, norm_eps)
         self.output = matrix(inner, width, init_std)
+        self.joined: Tensor | None = None
+        """The weights that `join` has laid end to end."""
+        self._conv: Tensor | None = None
 
     def _fresh_rate(self) -> Tensor:
         heads = self.settings.num_heads
@@ -73,6 +78,8 @@ class KDA(KeepsFp32):
     ) -> Float[Tensor, "T D"]:
         """Read and update the memory of each sequence, in order; the cache, if any, is continued in place."""
         inputs = self._project(hidden)
+        if isinstance(cache, KdaSlots) and cache.memory.arena.has_kernels and not is_exact():
+            return self.output(self._by_kernels(inputs, cache).flatten(-2))
         if isinstance(cache, KdaSlots):
             read = self._over_slots(inputs, cache)
         else:
@@ -92,6 +99,11 @@ class KDA(KeepsFp32):
 
     def _project(self, hidden: Tensor) -> Projected:
         heads = (self.settings.num_heads, self.settings.head_dim)
+        if self.joined is not None:
+            mixed, decay, beta, gate = linear(hidden, self.joined).split(self._joined_sizes(), dim=-1)
+            gate = gate if self.settings.output_gate == "full" else self.gate_up(gate)
+            decay = self.decay_up(decay)
+            return Projected(mixed, decay.unflatten(-1, heads), beta, gate.unflatten(-1, heads))
         gate = self.gate(hidden) if self.settings.output_gate == "full" else self.gate_up(self.gate_down(hidden))
         return Projected(
             torch.cat([self.query(hidden), self.key(hidden), self.value(hidden)], dim=-1),
@@ -100,8 +112,54 @@ class KDA(KeepsFp32):
             gate.unflatten(-1, heads),
         )
 
+    def join(self) -> None:
+        """Lay the products that read the same input end to end in memory, so that they run as one: for answering."""
+        gate = self.gate if self.settings.output_gate == "full" else self.gate_down
+        products = (self.query, self.key, self.value, self.decay_down, self.beta, gate)
+        self.joined = join([product.weight for product in products])
+        self._conv = join([self.query_conv, self.key_conv, self.value_conv])
+
+    def _joined_sizes(self) -> list[int]:
+        inner = self.query.out_features
+        gate = inner if self.settings.output_gate == "full" else self.settings.head_dim
+        return [3 * inner, self.settings.head_dim, self.settings.num_heads, gate]
+
     def _kernels(self) -> Float[Tensor, "C taps"]:
-        return torch.cat([self.query_conv, self.key_conv, self.value_conv])
+        return torch.cat([self.query_conv, self.key_conv, self.value_conv]) if self._conv is None else self._conv
+
+    def _weights(self) -> Weights:
+        lowest = self._lowest()
+        return Weights(
+            self._kernels(),
+            self.decay_rate,
+            self.decay_bias,
+            self.norm.weight,
+            self.norm.eps,
+            lowest if math.isfinite(lowest) else None,
+        )
+
+    def _by_kernels(self, inputs: Projected, cache: KdaSlots) -> Float[Tensor, "T H V"]:
+        """Continue sequences in slots by kernels: one launch for those with few new tokens, chunks for the others."""
+        memory = cache.memory
+        gated: list[Tensor] = []
+        if count := memory.num_early:
+            weights, slots = self._weights(), Slots(cache.state, cache.window)
+            early, slot = Projected(*(part[: memory.early] for part in inputs)), memory.slots[:count]
+            if all(part.is_kept for part in memory.parts[:count]):
+                gated.append(step(early, weights, slots, slot))
+            else:
+                rows = Projected(*(part.unflatten(0, (count, -1)) for part in early))
+                read, cache.drafts = verify(rows, weights, slots, slot)
+                gated.append(read.flatten(0, 1))
+        if count < len(memory.parts):
+            late = Projected(*(part[memory.early :] for part in inputs))
+            starts = [start - memory.early for start in memory.layout.starts[count:]]
+            slot = memory.slots[count:]
+            mixed, window = short_conv(late.mixed, self._kernels(), cache.window[slot], starts)
+            result = kda(*self._activate(mixed, late), cache.state[slot], starts, lowest_log_decay=self._lowest())
+            cache.state[slot], cache.window[slot] = result.state, window.to(cache.window.dtype)
+            gated.append(rms_norm.gated(result.read, late.gate, self.norm.weight, self.norm.eps, late.gate.dtype))
+        return torch.cat(gated) if len(gated) > 1 else gated[0]
 
     def _lowest(self) -> float:
         decay = self.settings.decay

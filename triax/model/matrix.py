@@ -1,5 +1,8 @@
 """The products that a layer is made of."""
 
+from collections.abc import Sequence
+
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -23,6 +26,15 @@ def matrix(width_in: int, width_out: int, init_std: float) -> Linear:
     product = Linear(width_in, width_out, bias=False)
     draw_normal(product.weight, init_std)
     return product
+
+
+@torch.no_grad()
+def join(weights: Sequence[Tensor]) -> Tensor:
+    """Lay weights end to end in one piece of memory, of which each keeps its part; return the whole."""
+    whole = torch.cat([weight.detach() for weight in weights])
+    for weight, part in zip(weights, whole.split([len(weight) for weight in weights]), strict=True):
+        weight.data = part
+    return whole
 
 
 def draw_normal(weight: Tensor, std: float) -> None:

@@ -4,6 +4,7 @@ A slot is what all KDA layers hold of one sequence (states and convolution windo
 a few of its tokens. A forward works on them where they lie; who owns which is not decided here.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -11,12 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from triax.config.model import Model
 from triax.errors import ConfigError
 from triax.kernels.kda import stepped
+from triax.kernels.kda.decode import replay
+from triax.kernels.kda.slots import Records, Slots
 from triax.model.layout import Layout
 
 
@@ -30,6 +33,8 @@ class Arena:
     """Inputs of the short convolutions before the next token."""
     latent: Float[Tensor, "mla pages page L"]
     """Normalised latents with the shared key part behind."""
+    has_kernels: bool = False
+    """Whether sequences with few new tokens go through the forms of `kernels.kda.decode` and `kernels.mla.decode`."""
 
     @classmethod
     def empty(
@@ -60,7 +65,12 @@ class Arena:
             window = (count, num_slots + 1, settings.kda.conv_kernel - 1, 3 * heads * dim)
         if settings.mla is not None and mla:
             latent = (mla, num_pages + 1, page_tokens, settings.mla.kv_latent_dim + settings.mla.rope_dim)
-        return cls(_zeros(state, device, wide), _zeros(window, device, dtype), _zeros(latent, device, dtype))
+        return cls(
+            _zeros(state, device, wide),
+            _zeros(window, device, dtype),
+            _zeros(latent, device, dtype),
+            torch.device(device).type == "cuda",
+        )
 
     @property
     def num_slots(self) -> int:
@@ -108,8 +118,8 @@ class KdaSlots:
     state: Float[Tensor, "slots H K V"]
     window: Float[Tensor, "slots past C"]
     memory: "Memory"
-    drafts: Drafts | None = None
-    """Of the rows that are not kept, once the layer has run."""
+    drafts: Drafts | Records | None = None
+    """Of the rows that are not kept, once the layer has run; with kernels of all early rows."""
 
 
 @dataclass
@@ -148,6 +158,8 @@ class Part(NamedTuple):
     """Tokens that this forward adds."""
     is_kept: bool = True
     """Whether they are final; else the slot stays as it is until `Memory.accept` says how many of them are."""
+    real: int | None = None
+    """With kernels: how many of them are no padding; None is all."""
 
 
 class Memory:
@@ -155,10 +167,14 @@ class Memory:
 
     Args:
         arena: Where everything is.
-        parts: Sequences in the order of the stream: those that decode or try drafts, then those that prefill.
+        parts: Sequences in the order of the stream: those that decode or try drafts, then those that prefill. With
+            kernels the early ones have the same length, and where one of them is not kept, none is.
         num_early: How many of them decode or try drafts.
         num_pads: Tokens of padding at the end of the stream.
     """
+
+    seen: Int[Tensor, "N W"]
+    """With kernels: latents that each token of the early rows sees, 0 for padding."""
 
     def __init__(self, arena: Arena, parts: Sequence[Part], num_early: int, num_pads: int = 0) -> None:
         assert all(part.is_kept for part in parts[num_early:]), "only early rows try drafts"
@@ -175,25 +191,68 @@ class Memory:
             [[*part.pages, *[0] * (columns - len(part.pages))] for part in every], dtype=torch.long, device=device
         ).view(len(every), columns)
         self.positions = self.layout.positions(self.lengths, device)
+        if any(part.real is not None and part.real < part.length for part in parts):
+            most = torch.tensor([len(part.pages) * page - 1 for part in every], device=device)
+            self.positions = torch.minimum(self.positions, most[self.layout.sequence(device)])
         if num_pads:  # all of it goes to the first place of the reserved page
             self.positions = self.positions.clone()
             self.positions[self.layout.num_tokens - num_pads :] = 0
         row = self.layout.sequence(device)
         self.places = self.tables[row, self.positions // page] * page + self.positions % page
+        if arena.has_kernels and num_early:
+            self.seen = (self.positions[: self.early] + 1).view(num_early, -1).int()
+            if self.seen.shape[1] > 1:  # padding sees nothing and is written where nobody reads
+                real = torch.tensor([part.real or part.length for part in parts[:num_early]], device=device)
+                is_pad = torch.arange(self.seen.shape[1], device=device) >= real[:, None]
+                self.seen.masked_fill_(is_pad, 0)
+                self.places[: self.early].masked_fill_(is_pad.flatten(), 0)
+            self.tables, self.slots = self.tables.int(), self.slots.int()
         self.layers: list[KdaSlots | MlaPages] = []
 
     @classmethod
     def of(cls, settings: Model, arena: Arena, parts: Sequence[Part], num_early: int, num_pads: int = 0) -> "Memory":
         """Return a memory with one entry a layer of the decoder."""
-        memory = cls(arena, parts, num_early, num_pads)
-        kda, mla = iter(range(len(arena.state))), iter(range(len(arena.latent)))
+        return cls(arena, parts, num_early, num_pads)._with_layers(settings)
+
+    @classmethod
+    def still(
+        cls,
+        settings: Model,
+        arena: Arena,
+        slots: Int[Tensor, " N"],
+        positions: Int[Tensor, " N"],
+        tables: Int[Tensor, "N columns"],
+    ) -> "Memory":
+        """Return a memory of rows with one token each, all of whose numbers are read from tensors: for CUDA graphs.
+
+        Args:
+            settings: Shape of the decoder.
+            arena: Where everything is.
+            slots: Slot of each row; 0 is padding.
+            positions: Tokens that each row has before.
+            tables: Pages of each row.
+        """
+        memory = cls.__new__(cls)
+        count, page = len(slots), arena.latent.shape[2]
+        memory.arena, memory.parts, memory.num_pads = arena, (), 0
+        memory.num_early = memory.early = count
+        memory.layout, memory.lengths = Layout.of([1] * count), []
+        memory.slots, memory.tables, memory.positions = slots, tables, positions
+        column = (positions // page).long()[:, None]
+        memory.places = tables.gather(1, column).squeeze(-1).long() * page + positions % page
+        memory.seen = torch.where(slots > 0, positions + 1, 0).int()[:, None]
+        memory.layers = []
+        return memory._with_layers(settings)
+
+    def _with_layers(self, settings: Model) -> "Memory":
+        kda, mla, arena = itertools.count(), itertools.count(), self.arena
         for layer in range(settings.num_layers):
             if settings.is_mla(layer):
-                memory.layers.append(MlaPages(arena.latent[next(mla)], memory))
+                self.layers.append(MlaPages(arena.latent[next(mla)], self))
             else:
                 i = next(kda)
-                memory.layers.append(KdaSlots(arena.state[i], arena.window[i], memory))
-        return memory
+                self.layers.append(KdaSlots(arena.state[i], arena.window[i], self))
+        return self
 
     def check(self, layout: Layout) -> None:
         """Refuse another layout than the one that this memory was made for.
@@ -218,6 +277,13 @@ class Memory:
         """
         tried = [n for n, part in enumerate(self.parts) if not part.is_kept]
         assert len(counts) == len(tried)
+        if self.arena.has_kernels:
+            accepted = torch.tensor(counts, device=self.slots.device)
+            for layer in self.layers:
+                if isinstance(layer, KdaSlots):
+                    assert isinstance(layer.drafts, Records)
+                    replay(layer.drafts, accepted, Slots(layer.state, layer.window), self.slots[: len(tried)])
+            return
         chosen = [(n, count) for n, count in zip(tried, counts, strict=True) if count]
         if not chosen:
             return
@@ -225,7 +291,7 @@ class Memory:
         firsts = [self.layout.starts[n] for n, _ in chosen]
         for layer in self.layers:
             if isinstance(layer, KdaSlots):
-                assert layer.drafts is not None
+                assert isinstance(layer.drafts, Drafts)
                 _accept(layer, layer.drafts, slots, firsts, [count for _, count in chosen])
 
 

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from triax.config.model import Moe
+from triax.kernels import moe as kernel
 from triax.kernels.linear import tiled
 from triax.model.exact import is_exact
 from triax.model.precision import KeepsFp32, at_least_fp32
@@ -64,6 +65,13 @@ class Router(KeepsFp32):
                 from this router's scores, so gradients flow. `agreement` then holds how many of the forced experts
                 the router would have chosen itself, as a share.
         """
+        if (
+            forced is None
+            and not torch.is_grad_enabled()
+            and not is_exact()
+            and (found := self._choose_at_once(hidden))
+        ):
+            return found
         with _no_autocast(hidden):
             wide = at_least_fp32(hidden)
             product = tiled.linear if is_exact() else F.linear
@@ -79,6 +87,19 @@ class Router(KeepsFp32):
         if self.moe.renormalize:
             share = share / (share.sum(-1, keepdim=True) + 1e-20)
         return Routing(expert, share * self.moe.share_scale if self.moe.share_scale != 1.0 else share)
+
+    def _choose_at_once(self, hidden: Tensor) -> Routing | None:
+        """Route in two kernels where nothing is counted and no group of experts is left out."""
+        moe = self.moe
+        if not hidden.is_cuda or moe.top_groups < moe.num_groups or hidden.dtype is torch.float64:
+            return None
+        with _no_autocast(hidden):
+            if hidden.dtype is self.weight.dtype and hidden.dtype is not torch.float32:
+                logit = torch.mm(hidden, self.weight.T, out_dtype=torch.float32)
+            else:
+                logit = F.linear(hidden.float(), self.weight.float())
+            found = kernel.choose(logit, self.balance_bias, moe.top_k, moe.share_scale, renormalize=moe.renormalize)
+        return None if found is None else Routing(*found)
 
     @torch.no_grad()
     def _choose(self, score: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -29,9 +29,9 @@ class Store:
         self.device = Arena.empty(settings, sizes.slots - 1, sizes.pages - 1, page_tokens, device, dtype)
         host = Arena.empty(settings, sizes.host_slots - 1, sizes.host_pages - 1, page_tokens, "cpu", dtype)
         is_pinned = device.type == "cuda" and sizes.host_pages + sizes.host_slots > 0
-        self.host = (
-            Arena(*(part.pin_memory() for part in (host.state, host.window, host.latent))) if is_pinned else host
-        )
+        if is_pinned:
+            host = Arena(host.state.pin_memory(), host.window.pin_memory(), host.latent.pin_memory())
+        self.host = host
 
     def _parts(self, kind: Kind, place: Place) -> tuple[Tensor, ...]:
         arena = self.device if place == "device" else self.host

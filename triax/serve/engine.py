@@ -2,11 +2,13 @@
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from triax.config.serve import Serve
@@ -20,10 +22,11 @@ from triax.serve.cache.check import faults
 from triax.serve.cache.disk import Disk
 from triax.serve.cache.manager import Manager
 from triax.serve.draft_model import ModelDrafter
+from triax.serve.graphs import Graphs
 from triax.serve.plan import Plan
 from triax.serve.progress import Progress
 from triax.serve.request import FinishReason, Request, Sampling, TokenInfo, Update
-from triax.serve.runner import Runner
+from triax.serve.runner import Flight, Runner
 from triax.serve.scheduler import Scheduler
 from triax.serve.sequence import Sequence as Running
 from triax.serve.sizes import sizes_of
@@ -92,20 +95,26 @@ class Engine:
         weight, cache = model.embed.weight, self.settings.cache
         if self.settings.is_deterministic:
             _check_products(model)
+        elif weight.is_cuda:
+            model.join()
         sizes = sizes_of(model.settings, self.settings, weight.device, weight.dtype)
         self.store = Store(model.settings, sizes, cache.page_tokens, weight.device, weight.dtype)
         self.manager = Manager(sizes, cache.page_tokens, cache.prefixes)
         self.scheduler = Scheduler(self.manager, self.settings.scheduling)
         self.drafter = self._drafter(draft)
         slots = {model.settings.vision.slot_token} if model.settings.vision else set()
+        unsaid = sorted(tokenizer.unsaid | slots)
+        self._is_ahead = weight.is_cuda and self.drafter is None
         self.runner = Runner(
             model,
             self.store,
             tokenizer.vocab_size,
-            sorted(tokenizer.unsaid | slots),
+            unsaid,
             is_exact=self.settings.is_deterministic,
             drafter=self.drafter,
+            graphs=self._graphs(unsaid),
         )
+        self._flights: deque[tuple[Plan, Flight]] = deque()
         self.guides = Guides(tokenizer)
         self.context = min(self.settings.context or model.settings.context_len, model.settings.context_len)
         """Most tokens of prompt and answer together."""
@@ -131,6 +140,14 @@ class Engine:
         if draft is None:
             raise ConfigError("engine: drafting.kind is `model` but no draft model was given; found none; give one")
         return ModelDrafter(draft, drafting, self.tokenizer.vocab_size, page_tokens=self.settings.cache.page_tokens)
+
+    def _graphs(self, unsaid: Sequence[int]) -> Graphs | None:
+        weight = self.model.embed.weight
+        if not weight.is_cuda or not self.settings.has_graphs or self.settings.is_deterministic:
+            return None
+        forbidden = torch.tensor(unsaid, dtype=torch.long, device=weight.device)
+        most = self.scheduler.most_running
+        return Graphs(self.model, self.store, self.tokenizer.vocab_size, forbidden, most)
 
     # requests
 
@@ -214,9 +231,7 @@ class Engine:
             if number in self._going:
                 self._end(number, "deadline")
         if self._pause != "keep":
-            plan = self.scheduler.plan(self._propose if self.drafter is not None else None)
-            if not plan.is_empty:
-                self._run(plan)
+            self._advance()
         if self.settings.is_debugging:
             self._poison()
             self.check_invariants()
@@ -226,14 +241,23 @@ class Engine:
         told, self._told = self._told, []
         return told
 
-    def _run(self, plan: Plan) -> None:
+    def _advance(self) -> None:
+        """Launch the next step, and take over the results of the oldest one; on a GPU one runs meanwhile."""
+        plan = self.scheduler.plan(self._propose if self.drafter is not None else None)
+        if not plan.is_empty:
+            try:
+                self._flights.append((plan, self.runner.launch(plan)))
+            except Exception as problem:
+                self._recover(plan, problem)
+                return
+        if self._flights and (plan.is_empty or len(self._flights) > self._is_ahead):
+            self._land(*self._flights.popleft())
+
+    def _land(self, plan: Plan, flight: Flight) -> None:
         try:
-            result = self.runner.run(plan)
+            result = flight.result()
         except Exception as problem:
-            if isinstance(problem, AssertionError):
-                raise
-            logger("serve").warning("step %d failed: %s", plan.step, problem)
-            self._recover(problem)
+            self._recover(plan, problem)
             return
         for row, given in zip(plan.rows, result.rows, strict=True):
             if given.prompt and row.sequence in self._going:
@@ -253,8 +277,17 @@ class Engine:
             if progress.finish_reason is not None:
                 self._forget(sequence.number)
 
-    def _recover(self, problem: Exception) -> None:
-        """Go on after a step that did not run: its sequences start again from what is known."""
+    def _recover(self, plan: Plan, problem: Exception) -> None:
+        """Go on after a step that did not run: its sequences start again from what is known.
+
+        Raises:
+            AssertionError: A programmer's error, which running on would hide.
+        """
+        if isinstance(problem, AssertionError):
+            raise problem
+        logger("serve").warning("step %d failed: %s", plan.step, problem)
+        self._flights.clear()
+        self.runner.forget()
         for sequence in self.scheduler.fail():
             if sequence.number in self._going:
                 self._end(sequence.number, "error", f"the step failed {sequence.failures} times; {problem}")
@@ -300,6 +333,8 @@ class Engine:
         Raises:
             CheckpointError: They do not fit; the old weights stay and the caches with them.
         """
+        while self._flights:
+            self._land(*self._flights.popleft())
         replace_weights(self.model, source)
         self.weight_version += 1
         self.manager.reset()

@@ -1,7 +1,7 @@
 """Runs plans: copies, one forward for all rows, the next tokens."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Protocol, runtime_checkable
 
@@ -16,6 +16,7 @@ from triax.model.media import Inserts
 from triax.model.memory import Memory, Part
 from triax.model.vision import Media
 from triax.serve.arena import Store
+from triax.serve.graphs import Graphs
 from triax.serve.plan import PENDING, Plan, Row, RowResult, StepResult
 from triax.serve.request import MediaItem, Request, TokenInfo
 from triax.serve.sampler import Draw, adjusted, distribution, infos, sample, uniform
@@ -41,9 +42,90 @@ class Live:
 
     request: Request
     answer: list[int] = field(default_factory=list)
+    ahead: int = 0
+    """Tokens that steps under way will draw."""
     guide: Guide | None = None
     vectors: dict[str, Tensor] = field(default_factory=dict)
     """Encoded pictures by their digest."""
+
+
+class Flight:
+    """A step that has been launched; its result is waited for once and then known."""
+
+    def __init__(
+        self,
+        runner: "Runner",
+        rows: tuple[Row, ...],
+        token: Tensor | None = None,
+        is_valid: Tensor | None = None,
+        said: Tensor | None = None,
+        tops: Sequence[int | None] = (),
+        prompts: Mapping[int, tuple[TokenInfo, ...]] | None = None,
+    ) -> None:
+        self.runner, self.rows, self.token, self.is_valid, self.said = runner, rows, token, is_valid, said
+        self.tops, self.prompts = tops, prompts or {}
+        self.draws: Sequence[Draw] = ()
+        self._landed: tuple[Tensor, Tensor] | None = None
+        self._event: torch.cuda.Event | None = None
+        self._result: StepResult | None = None
+
+    def depart(self) -> None:
+        """Send the tokens on their way to the host."""
+        self.runner._last = self
+        if self.token is not None and self.is_valid is not None and self.token.is_cuda and self._result is None:
+            self._landed = (
+                torch.empty(self.token.shape, dtype=self.token.dtype, pin_memory=True),
+                torch.empty(self.is_valid.shape, dtype=torch.bool, pin_memory=True),
+            )
+            self._landed[0].copy_(self.token, non_blocking=True)
+            self._landed[1].copy_(self.is_valid, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def result(self) -> StepResult:
+        """Wait for the tokens and return what each row gave."""
+        if self._result is None:
+            self._result = StepResult(tuple(self._results()))
+        return self._result
+
+    def _results(self) -> list[RowResult]:
+        drawn: list[int] = []
+        fine: list[bool] = []
+        if self._landed is not None and self._event is not None:
+            self._event.synchronize()
+            drawn, fine = self._landed[0].tolist(), self._landed[1].tolist()
+        elif self.token is not None and self.is_valid is not None:
+            drawn, fine = self.token.tolist(), self.is_valid.tolist()
+        results: list[RowResult] = []
+        reports: list[tuple[int, int, int]] = []  # row of logits, token, alternatives
+        owners: list[tuple[int, int]] = []
+        first = 0
+        for n, row in enumerate(self.rows):
+            if not row.samples:
+                results.append(RowResult(prompt=self.prompts.get(n, ())))
+                continue
+            span = slice(first, first + row.drafts + 1)
+            said = None if self.said is None else self.said[span]
+            tokens = self.runner.kept(row, drawn[span], fine[span], said, self.draws[span])
+            live = self.runner.sequences.get(row.sequence)
+            if live is not None:  # else it has ended meanwhile
+                live.ahead -= not row.drafts
+                live.answer += tokens
+                if live.guide is not None:
+                    live.guide.push(tokens)
+            top = self.tops[first] if self.tops else None
+            if top is not None:
+                reports += [(first + i, token, top) for i, token in enumerate(tokens)]
+                owners.append((n, len(tokens)))
+            results.append(RowResult(tuple(tokens), (), self.prompts.get(n, ()), bool(tokens)))
+            first += row.drafts + 1
+        if reports and self.said is not None:
+            places, tokens, tops = (list(column) for column in zip(*reports, strict=True))
+            table = iter(infos(self.said[torch.tensor(places, device=self.said.device)], tokens, tops))
+            for n, count in owners:
+                results[n] = replace(results[n], infos=tuple(next(table) for _ in range(count)))
+        self.said, self.draws = None, ()
+        return results
 
 
 class Runner:
@@ -56,6 +138,7 @@ class Runner:
         unsaid: Tokens that are never chosen.
         is_exact: Compute each token to the same bits whatever runs beside it.
         drafter: Who makes drafts, if anybody.
+        graphs: Runs steps that only decode, on a GPU.
     """
 
     def __init__(
@@ -67,6 +150,7 @@ class Runner:
         *,
         is_exact: bool = False,
         drafter: Drafter | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         self.model, self.store, self.vocab_size, self.is_exact, self.drafter = (
             model,
@@ -78,6 +162,11 @@ class Runner:
         self.device = model.embed.weight.device
         self.unsaid = torch.tensor(sorted(unsaid), dtype=torch.long, device=self.device)
         self.sequences: dict[int, Live] = {}
+        self.graphs = graphs
+        self._latest = torch.zeros(store.device.num_slots + 1, dtype=torch.long, device=self.device)
+        self._last: Flight | None = None
+        if graphs is not None:
+            graphs.latest = self._latest
         self.poison: Callable[[Tensor], None] | None = None
         """For tests of faults: may change the logits of a step."""
 
@@ -89,108 +178,162 @@ class Runner:
         """Forget a sequence; one that is not known is no error."""
         self.sequences.pop(number, None)
 
+    def forget(self) -> None:
+        """Forget the steps under way, after one that failed."""
+        self._last = None
+
     def rewind(self, number: int, answer: Sequence[int]) -> None:
         """Go back to the tokens that are known of a sequence, after a step that failed."""
         live = self.sequences[number]
         if live.guide is not None:
             live.guide.restart(answer)
-        live.answer = list(answer)
+        live.answer, live.ahead = list(answer), 0
+
+    def run(self, plan: Plan) -> StepResult:
+        """Do all that a plan says, and wait for it."""
+        return self.launch(plan).result()
 
     @torch.no_grad()
-    def run(self, plan: Plan) -> StepResult:
-        """Do all that a plan says."""
+    def launch(self, plan: Plan) -> "Flight":
+        """Begin what a plan says; on a GPU it may run on while the next one is planned and launched."""
         leaving = [copy for copy in plan.before if copy.target == "host"]
         self.store.copy(leaving)
         self.store.copy([copy for copy in plan.before if copy.target != "host"])
         self.store.clear(plan.clear)
         was_training = self.model.training
-        self.model.eval()
+        if was_training:
+            self.model.eval()
         try:
             with exact(self.is_exact):
-                results = self._rows(plan.rows) if plan.rows else ()
+                flight = self._rows(plan.rows) if plan.rows else Flight(self, ())
         finally:
-            self.model.train(was_training)
+            if was_training:
+                self.model.train()
         self.store.copy(plan.after)
         self.store.copy(plan.beside)
-        return StepResult(results)
+        flight.depart()
+        return flight
 
-    def _rows(self, rows: tuple[Row, ...]) -> tuple[RowResult, ...]:
+    def _rows(self, rows: tuple[Row, ...]) -> "Flight":
+        if any(row.drafts or (PENDING in row.tokens and self._reads(row)) for row in rows) and self._last is not None:
+            self._last.result()  # what these rows read must be known
+        if self.graphs is not None and self._is_plain(rows):
+            return self._decode(rows, self.graphs)
+        memory, tokens = self._memory(rows)
+        hidden = self.model(tokens, memory.layout, memory, media=self._inserts(rows, memory))
+        starts = memory.layout.starts
+        asked: list[int] = []
+        for n, row in enumerate(rows):
+            if row.samples:
+                last = starts[n] + len(row.tokens) - 1
+                asked += range(last - row.drafts, last + 1)
+        logits = self._logits(hidden[torch.tensor(asked, device=self.device)]) if asked else hidden.new_zeros(0, 1)
+        prompts = {
+            n: self._prompt_infos(row, hidden[starts[n] : starts[n] + len(row.tokens)])
+            for n, row in enumerate(rows)
+            if row.kind == "prefill" and self.sequences[row.sequence].request.score_prompt
+        }
+        flight = self._choose(rows, logits, prompts)
+        if any(row.drafts for row in rows):
+            early = [n for n, row in enumerate(rows) if row.kind != "prefill"]
+            tried = early if self.store.device.has_kernels else [n for n in early if rows[n].drafts]
+            results = flight.result().rows
+            memory.accept([max(1, len(results[n].tokens)) for n in tried])
+        return flight
+
+    def _reads(self, row: Row) -> bool:
+        """Whether the choice of a row's token reads the tokens before it."""
+        live = self.sequences[row.sequence]
+        how = live.request.sampling
+        penalises = how.presence_penalty or how.frequency_penalty or how.repetition_penalty != 1
+        return bool(penalises) or live.guide is not None
+
+    def _is_plain(self, rows: Sequence[Row]) -> bool:
+        return all(row.kind == "decode" and not row.media for row in rows)
+
+    def _memory(self, rows: Sequence[Row]) -> tuple[Memory, Tensor]:
+        """Return the memory of a step's rows, and their tokens."""
         early = sum(row.kind != "prefill" for row in rows)
-        parts = [Part(row.slot, row.pages, row.position, len(row.tokens), row.kind != "verify") for row in rows]
-        stream = [self._known(row, token) for row in rows for token in row.tokens]
+        by_kernels, tries = self.store.device.has_kernels, any(row.drafts for row in rows)
+        width = max((len(row.tokens) for row in rows[:early]), default=1)
+        streams: list[list[int]] = []
+        parts: list[Part] = []
+        for n, row in enumerate(rows):
+            tokens = list(row.tokens)
+            if by_kernels and n < early:  # all as long as the longest
+                tokens += [0] * (width - len(tokens))
+            is_kept = not tries if by_kernels and n < early else row.kind != "verify"
+            parts.append(Part(row.slot, row.pages, row.position, len(tokens), is_kept, len(row.tokens)))
+            streams.append(tokens)
+        stream = [token for tokens in streams for token in tokens]
         pads = -len(stream) % tiled.ROWS if self.is_exact else 0
         memory = Memory.of(self.model.settings, self.store.device, parts, early, pads)
         tokens = torch.tensor(stream + [0] * pads, device=self.device)
-        hidden = self.model(tokens, memory.layout, memory, media=self._inserts(rows, memory))
-        starts = memory.layout.starts
-        asked = [
-            starts[n + 1] - 1 - back for n, row in enumerate(rows) if row.samples for back in range(row.drafts, -1, -1)
-        ]
-        logits = self._logits(hidden[torch.tensor(asked, device=self.device)]) if asked else hidden.new_zeros(0, 1)
-        if self.poison is not None:
-            self.poison(logits)
-        results = self._choose(rows, logits)
-        tried = [result for row, result in zip(rows, results, strict=True) if row.kind == "verify"]
-        if tried:
-            memory.accept([max(1, len(result.tokens)) for result in tried])
-        return tuple(
-            self._with_prompt(row, result, hidden[starts[n] : starts[n + 1]])
-            for n, (row, result) in enumerate(zip(rows, results, strict=True))
-        )
-
-    def _known(self, row: Row, token: int) -> int:
-        return self.sequences[row.sequence].answer[-1] if token == PENDING else token
+        if PENDING in stream:
+            tokens = torch.where(
+                tokens == PENDING, self._latest[memory.slots[memory.layout.sequence(self.device)]], tokens
+            )
+        return memory, tokens
 
     def _logits(self, hidden: Float[Tensor, "R D"]) -> Float[Tensor, "R V"]:
         logits = self.model.logits(hidden)
         return logits if logits.dtype is torch.float64 else logits.float()
 
+    def _decode(self, rows: tuple[Row, ...], graphs: Graphs) -> "Flight":
+        """Run one token a row as a graph; tokens that are not simply the likeliest are chosen behind it."""
+        graph = graphs.run([(row.tokens[0], row.slot, row.position, row.pages) for row in rows])
+        if self.poison is None and not any(self._needs_logits(row) for row in rows):
+            for row in rows:
+                self.sequences[row.sequence].ahead += 1
+            return Flight(self, rows, graph.token[: len(rows)].clone(), graph.is_valid[: len(rows)].clone())
+        return self._choose(rows, graph.logits[: len(rows)].clone(), {})
+
+    def _needs_logits(self, row: Row) -> bool:
+        request = self.sequences[row.sequence].request
+        how = request.sampling
+        is_simple = how.temperature == 0 and not how.bias and not self._reads(row)
+        return not is_simple or request.top_logprobs is not None
+
     # choosing
 
-    def _choose(self, rows: Sequence[Row], logits: Float[Tensor, "R V"]) -> list[RowResult]:
+    def _choose(
+        self, rows: tuple[Row, ...], logits: Float[Tensor, "R V"], prompts: Mapping[int, tuple[TokenInfo, ...]]
+    ) -> "Flight":
         draws: list[Draw] = []
         for row in rows:
             if row.samples:
                 draws += self._draws(row)
+        if self.poison is not None:
+            self.poison(logits)
         if not draws:
-            return [RowResult() for _ in rows]
+            return Flight(self, rows, prompts=prompts)
         said = logits[:, : self.vocab_size]
         token, is_valid = sample(said, draws, self.unsaid)
-        drawn, fine = token.tolist(), is_valid.tolist()
-        results: list[RowResult] = []
-        reports: list[tuple[int, int, int]] = []  # row of logits, token, alternatives
-        owners: list[tuple[int, int]] = []
-        first = 0
-        for n, row in enumerate(rows):
-            if not row.samples:
-                results.append(RowResult())
-                continue
-            span = slice(first, first + row.drafts + 1)
-            tokens = self._kept(row, drawn[span], fine[span], said[span], draws[span])
-            live = self.sequences[row.sequence]
-            live.answer += tokens
-            if live.guide is not None:
-                live.guide.push(tokens)
-            if live.request.top_logprobs is not None:
-                reports += [(first + i, token, live.request.top_logprobs) for i, token in enumerate(tokens)]
-                owners.append((n, len(tokens)))
-            results.append(RowResult(tuple(tokens), is_valid=bool(tokens)))
-            first += row.drafts + 1
-        if reports:
-            places, tokens, tops = (list(column) for column in zip(*reports, strict=True))
-            table = iter(infos(said[torch.tensor(places, device=logits.device)], tokens, tops))
-            for n, count in owners:
-                results[n] = RowResult(
-                    results[n].tokens, tuple(next(table) for _ in range(count)), (), results[n].is_valid
-                )
-        return results
+        tops = [
+            self.sequences[row.sequence].request.top_logprobs
+            for row in rows
+            if row.samples
+            for _ in range(row.drafts + 1)
+        ]
+        flight = Flight(
+            self, rows, token, is_valid, said if any(top is not None for top in tops) else None, tops, prompts
+        )
+        flight.draws = draws
+        if any(row.drafts for row in rows):
+            flight.said = said
+        else:
+            slots = torch.tensor([row.slot for row in rows if row.samples], device=self.device)
+            self._latest[slots] = token
+        for row in rows:
+            self.sequences[row.sequence].ahead += row.samples and not row.drafts
+        return flight
 
     def _draws(self, row: Row) -> list[Draw]:
         """Return how the token after each of a row's last tokens is chosen, as if the drafts before it stayed."""
         live = self.sequences[row.sequence]
         request, drafts = live.request, list(row.tokens[len(row.tokens) - row.drafts :])
         masks = live.guide.allowed(drafts) if live.guide is not None else [None] * (row.drafts + 1)
-        how, place = request.sampling, len(live.answer)
+        how, place = request.sampling, len(live.answer) + live.ahead
         reads = how.presence_penalty or how.frequency_penalty or how.repetition_penalty != 1
         return [
             Draw(
@@ -203,10 +346,18 @@ class Runner:
             for n in range(row.drafts + 1)
         ]
 
-    def _kept(
-        self, row: Row, drawn: list[int], fine: list[bool], logits: Float[Tensor, "K V"], draws: Sequence[Draw]
+    def kept(
+        self, row: Row, drawn: list[int], fine: list[bool], logits: Float[Tensor, "K V"] | None, draws: Sequence[Draw]
     ) -> list[int]:
-        """Return a row's new tokens; none where its logits were no distribution."""
+        """Return a row's new tokens; none where its logits were no distribution.
+
+        Args:
+            row: The row.
+            drawn: What was drawn in each of its places.
+            fine: Whether the logits there were a distribution.
+            logits: Those logits, for drafts that have odds.
+            draws: How each place was drawn.
+        """
         if not fine[0]:
             return []
         if not row.drafts:
@@ -216,6 +367,7 @@ class Runner:
         count = next((n for n, is_fine in enumerate(fine) if not is_fine), len(fine))
         if odds is None:
             return drawn[: min(agree(drafts, drawn) + 1, count)]
+        assert logits is not None
         live, drafts = self.sequences[row.sequence], drafts[: count - 1]
         score, _ = adjusted(logits[:count], draws[:count], self.unsaid)
         places = range(len(live.answer), len(live.answer) + count)
@@ -230,17 +382,15 @@ class Runner:
             )
         )
 
-    def _with_prompt(self, row: Row, result: RowResult, hidden: Float[Tensor, "T D"]) -> RowResult:
+    def _prompt_infos(self, row: Row, hidden: Float[Tensor, "T D"]) -> tuple[TokenInfo, ...]:
         request = self.sequences[row.sequence].request
-        if not request.score_prompt or row.kind != "prefill":
-            return result
         following = request.tokens[row.position + 1 : row.position + 1 + len(row.tokens)]
         found: list[TokenInfo] = []
         for first in range(0, len(following), HEAD_ROWS):
             some = following[first : first + HEAD_ROWS]
             tops = [request.top_logprobs or 0] * len(some)
             found += infos(self._logits(hidden[first : first + len(some)])[:, : self.vocab_size], some, tops)
-        return RowResult(result.tokens, result.infos, tuple(found), result.is_valid)
+        return tuple(found)
 
     # pictures
 
