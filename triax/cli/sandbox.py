@@ -90,6 +90,8 @@ def execute(
     key_file: KeyFile = None,
 ) -> None:
     """Run a command in a sandbox of a server; exit as it does."""
+    if command[0] == "--":  # what stands behind the id is taken as it is
+        command = command[1:]
 
     async def body(remote: "RemoteBackend") -> int:
         machine = await remote.find(id)

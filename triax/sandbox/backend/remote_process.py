@@ -112,8 +112,12 @@ class RemoteProcess:
         """Say that no more input comes; on a terminal that is its end-of-file key."""
         if self._has_terminal:
             await self.write(b"\x04")
-        else:
+            return
+        try:
             await self._ask("CloseStdin")
+        except SandboxError as problem:
+            if problem.status != 404:  # one that has ended reads no more
+                raise
 
     async def kill(self, signal: int = 9) -> None:
         """Send SIGTERM or SIGKILL, the two that the service carries; one that has ended already is fine."""

@@ -165,6 +165,8 @@ async def _refused(request: Request, problem: Exception) -> Response:
 async def _malformed(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, RequestValidationError)
     first = problem.errors()[0]
+    if first["type"] == "json_invalid":
+        return wire.problem(400, f"body: is no JSON; {first.get('ctx', {}).get('error', first['msg'])}")
     place = ".".join(str(part) for part in first["loc"] if part != "body")
     found = json.dumps(first.get("input"), default=str)[:200]
     return wire.problem(400, f"{place or 'body'}: {first['msg']}; found {found}")

@@ -39,7 +39,7 @@ class Guest:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1003, "reason": "web sockets are not forwarded"})
             return
-        if port == ENVD_PORT and scope["path"] in self._connect.methods:
+        if port == ENVD_PORT and scope["path"].startswith(("/process.", "/filesystem.")):
             await self._connect(scope, receive, send)
             return
         request = Request(scope, receive)

@@ -1,0 +1,214 @@
+"""What no well-behaved client sends, and what only machines read."""
+
+import json
+import struct
+
+import httpx
+import pytest
+
+from triax.config.sandbox import Quotas, Server, Template, read
+from triax.errors import ConfigError
+from triax.sandbox.backend.process import ProcessBackend
+
+
+@pytest.fixture
+def made(server):
+    told = httpx.post(f"{server.url}/sandboxes", json={"templateID": "base"}, timeout=60).json()
+    yield told
+    httpx.delete(f"{server.url}/sandboxes/{told['sandboxID']}", timeout=60)
+
+
+def aimed(told, **more):
+    return {"E2b-Sandbox-Id": told["sandboxID"], "X-Access-Token": told["envdAccessToken"], **more}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"{", "JSON"),
+        (b"[]", "body"),
+        (b"\xff\xfe", "body"),
+        (b"{}", "templateID"),
+        (b'{"templateID": 3}', "templateID"),
+        (b'{"templateID": "base", "timeout": -1}', "timeout"),
+        (b'{"templateID": "base", "timeout": 99999999}', "timeout"),
+        (b'{"templateID": "base", "warp": 9}', "warp"),
+        (b'{"templateID": "base", "mcp": {"a": 1}}', "mcp"),
+        (b'{"templateID": "base", "volumeMounts": [{"name": "v"}]}', "volume_mounts"),
+        (b'{"templateID": "base", "metadata": {"triax.x": "1"}}', "triax."),
+        (b'{"templateID": "base", "envVars": {"a": "\\u0000"}}', "envVars"),
+        (b'{"templateID": "base", "network": {"egressProxy": {"address": "a:1"}}}', "egress_proxy"),
+        (b'{"templateID": "base", "network": {"denyOut": ["1.2.3.4"]}}', "denyOut"),
+    ],
+)
+def test_a_body_that_asks_for_what_cannot_be_is_refused_with_its_place(server, body, words):
+    answer = httpx.post(f"{server.url}/sandboxes", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["code"] == 400
+    assert words in answer.json()["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/sandboxes/nobody", 404),
+        ("DELETE", "/sandboxes/nobody", 404),
+        ("POST", "/sandboxes/nobody/pause", 404),
+        ("POST", "/sandboxes/nobody/fork", 404),
+        ("POST", "/sandboxes/nobody/snapshots", 404),
+        ("GET", "/sandboxes/%00", 404),
+        ("GET", "/sandboxes/..%2F..%2Fetc", 404),
+        ("DELETE", "/templates/..%2F..%2Fetc", 404),
+        ("DELETE", "/templates/base", 403),
+        ("GET", "/templates/nothing", 404),
+        ("GET", "/nodes/nothing", 404),
+        ("GET", "/v2/sandboxes?state=asleep", 400),
+        ("GET", "/v2/sandboxes?limit=0", 400),
+        ("GET", "/v2/sandboxes?nextToken=zz", 400),
+        ("GET", "/no/such/route", 404),
+        ("PATCH", "/sandboxes", 405),
+    ],
+)
+def test_unknown_names_and_odd_questions_get_a_plain_answer(server, method, path, status):
+    answer = httpx.request(method, server.url + path)
+    assert answer.status_code == status
+    assert answer.json()["message"]
+
+
+def test_a_running_sandbox_cannot_be_resumed_nor_a_body_be_endless(server, made):
+    at = f"{server.url}/sandboxes/{made['sandboxID']}"
+    assert httpx.post(f"{at}/resume", json={}).status_code == 409
+    assert httpx.post(f"{at}/fork", json={"count": 1000}).status_code == 400
+    assert httpx.put(f"{at}/network", json={"allowOut": ["example.com"]}).status_code in (400, 501)
+    assert httpx.post(f"{at}/timeout", content=b" " * (2**20 + 1)).status_code == 413
+
+
+def test_an_image_of_the_host_cannot_be_named(server):
+    answer = httpx.post(f"{server.url}/sandboxes-cold", json={"image": "/"})
+    assert answer.status_code == 403
+    assert httpx.post(f"{server.url}/sandboxes-cold", json={"image": "../../etc"}).status_code == 403
+
+
+def call(server, told, method, content, kind="application/json", **headers):
+    return httpx.post(
+        f"{server.url}/{method}", content=content, headers=aimed(told, **{"content-type": kind, **headers}), timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "content", "headers", "status"),
+    [
+        ("process.Process/List", b"{", {}, 400),
+        ("process.Process/List", b"{}", {"Connect-Timeout-Ms": "soon"}, 400),
+        ("process.Process/List", b"{}", {"Connect-Timeout-Ms": "-5"}, 400),
+        ("process.Process/List", b"\x1f\x8bbroken", {"Content-Encoding": "gzip"}, 400),
+        ("process.Process/List", b"{}", {"Content-Encoding": "zstd"}, 501),
+        ("process.Process/Guess", b"{}", {}, 404),
+        ("process.Process/SendSignal", b'{"process": {"pid": 1}, "signal": 3}', {}, 400),
+        ("process.Process/SendInput", b'{"process": {"pid": 77777777}}', {}, 404),
+        ("filesystem.Filesystem/Stat", b"{}", {}, 400),
+        ("filesystem.Filesystem/Stat", b'{"path": "no/such"}', {}, 404),
+        ("filesystem.Filesystem/Stat", json.dumps({"path": "x" * 5000}).encode(), {}, 400),
+        ("filesystem.Filesystem/ListDir", b'{"path": ".", "depth": 99}', {}, 400),
+        ("filesystem.Filesystem/GetWatcherEvents", b'{"watcherId": "?"}', {}, 404),
+    ],
+)
+def test_a_call_that_makes_no_sense_is_a_typed_fault(server, made, method, content, headers, status):
+    answer = call(server, made, method, content, **headers)
+    assert answer.status_code == status
+    assert isinstance(answer.json()["code"], str)
+
+
+def test_a_stream_that_breaks_off_is_a_fault_inside_the_stream(server, made):
+    for content in (b"", b"\0\0\0\0", struct.pack(">BI", 0, 100) + b"{}", struct.pack(">BI", 0, 2**31) + b"{}"):
+        answer = call(server, made, "process.Process/Start", content, kind="application/connect+json")
+        flags, size = struct.unpack(">BI", answer.content[:5])
+        assert (flags, size) == (2, len(answer.content) - 5)
+        assert json.loads(answer.content[5:])["error"]["code"] in ("invalid_argument", "resource_exhausted")
+
+
+def test_the_binary_form_of_messages_is_spoken_too(server, made):
+    from triax.sandbox.server.messages import message, message_class
+
+    asked = message("filesystem.StatRequest", path=".").SerializeToString()
+    answer = call(server, made, "filesystem.Filesystem/Stat", asked, kind="application/proto")
+    read_back = message_class("filesystem.StatResponse")()
+    read_back.ParseFromString(answer.content)
+    assert answer.headers["content-type"] == "application/proto"
+    assert read_back.entry.type == 2
+
+
+def test_figures_and_nodes_are_told(server, made):
+    figures = httpx.get(f"{server.url}/metrics").text
+    assert 'triax_sandboxes{status="running"}' in figures
+    assert 'triax_sandbox_creations_total{outcome="created"}' in figures
+    (node,) = httpx.get(f"{server.url}/nodes").json()
+    assert node["sandboxCount"] >= 1
+    assert httpx.get(f"{server.url}/health").status_code == 204
+
+
+def test_a_repeated_request_gets_the_sandbox_of_the_first(server):
+    headers = {"Idempotency-Key": "once-only"}
+    one, two = (httpx.post(f"{server.url}/sandboxes", json={"templateID": "base"}, headers=headers) for _ in "ab")
+    assert one.json()["sandboxID"] == two.json()["sandboxID"]
+    other = httpx.post(f"{server.url}/sandboxes", json={"templateID": "base", "timeout": 9}, headers=headers)
+    assert other.status_code == 409
+    httpx.delete(f"{server.url}/sandboxes/{one.json()['sandboxID']}")
+
+
+def test_more_than_the_quotas_is_refused_until_something_ends(serve, tmp_path):
+    settings = Server(folder=tmp_path / "s", port=0, backend="process", unsafe=True, quotas=Quotas(sandboxes=1))
+    with serve(settings, ProcessBackend(tmp_path / "m", unsafe=True)) as small:
+        first = httpx.post(f"{small.url}/sandboxes", json={"templateID": "base"}).json()["sandboxID"]
+        refused = httpx.post(f"{small.url}/sandboxes", json={"templateID": "base"})
+        assert refused.status_code == 429
+        assert "quota sandboxes" in refused.json()["message"]
+        httpx.delete(f"{small.url}/sandboxes/{first}")
+        assert httpx.post(f"{small.url}/sandboxes", json={"templateID": "base"}).status_code == 201
+
+
+def test_a_server_that_ends_finds_its_sandboxes_again(serve, tmp_path):
+    settings = Server(folder=tmp_path / "s", port=0, backend="process", unsafe=True)
+    with serve(settings, ProcessBackend(tmp_path / "m", unsafe=True)) as first:
+        told = httpx.post(f"{first.url}/sandboxes", json={"templateID": "base"}).json()
+        httpx.post(f"{first.url}/files?path=kept", content=b"here", headers=aimed(told)).raise_for_status()
+    with serve(settings, ProcessBackend(tmp_path / "m", unsafe=True)) as second:
+        at = f"{second.url}/sandboxes/{told['sandboxID']}"
+        assert httpx.get(at).json()["state"] == "paused"
+        again = httpx.post(f"{at}/connect", json={"timeout": 60})
+        assert again.status_code == 201
+        assert again.json()["envdAccessToken"] == told["envdAccessToken"]
+        assert httpx.get(f"{second.url}/files?path=kept", headers=aimed(told)).text == "here"
+
+
+def test_a_booted_machine_becomes_the_next_clients(serve, tmp_path):
+    settings = Server(
+        folder=tmp_path / "s", port=0, backend="process", unsafe=True, templates={"base": Template(warm=1)}
+    )
+    with serve(settings, ProcessBackend(tmp_path / "m", unsafe=True)) as warm:
+        for _ in range(600):
+            (held,) = warm.plane.host.sandboxes() or [None]
+            if held is not None:
+                break
+        assert httpx.get(f"{warm.url}/v2/sandboxes").json() == []
+        wish = {"templateID": "base", "envVars": {"A": "mine"}, "metadata": {"for": "me"}}
+        told = httpx.post(f"{warm.url}/sandboxes", json=wish).json()
+        result = warm.call(warm.plane.find(told["sandboxID"]).exec('echo "$A"'))
+        assert result.stdout == b"mine\n"
+        listed = httpx.get(f"{warm.url}/v2/sandboxes").json()
+        assert [one["metadata"] for one in listed] == [{"for": "me"}]
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["host=0.0.0.0"], "can be reached from other machines"),
+        (["backend=process"], "isolates nothing"),
+        (["quotas.sandbox=3"], "quotas.sandboxes"),
+        (["certificate=a.pem"], "belong together"),
+        (["templates.big.cpus=2"], "base"),
+    ],
+)
+def test_settings_that_cannot_serve_are_refused(words, found):
+    with pytest.raises(ConfigError, match=found):
+        read(words)
