@@ -76,6 +76,13 @@ def test_a_new_engine_goes_on_with_what_the_old_one_saved(simulation, open_disk,
     new.check()
 
 
+def test_a_second_folder_gets_everything_too(simulation, open_disk, tmp_path):
+    session, memory, count = filled(simulation, open_disk(tmp_path / "one", "model", 1 << 20))
+    other = open_disk(tmp_path / "two", "model", 1 << 20)
+    assert other.save(session.manager, memory) == count
+    assert other.save(session.manager, memory) == 0
+
+
 def test_other_weights_find_nothing(simulation, open_disk, tmp_path):
     disk = open_disk(tmp_path, "model", 1 << 20)
     filled(simulation, disk)

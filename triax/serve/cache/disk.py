@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import os
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,23 +108,25 @@ class Disk:
         Args:
             manager: Whose prefixes.
             memory: Where their bytes are.
-            most: Snapshots to write in this call; None writes all.
+            most: Snapshots to write in this call, of those taken since the last one; None looks at all that are known.
 
         Returns:
             Snapshots written. A full disk ends saving with a warning, not with an error.
         """
+        queue: deque[Snapshot] = manager.unsaved
+        if most is None:
+            queue = deque(one for node in manager.tree.nodes() for one in node.snapshots.values())
+            manager.unsaved.clear()
+        names: dict[Node, str] = {}
         count = 0
-        for _ in range(len(manager.unsaved)):
+        for _ in range(len(queue)):
             if self.is_full or count == most:
                 break
-            snapshot = manager.unsaved.popleft()
-            if snapshot.is_saved or not manager.tiers.is_known(snapshot):
+            snapshot = queue.popleft()
+            if not manager.tiers.is_known(snapshot):
                 continue
             try:
-                if self._save(snapshot, memory):
-                    count += 1
-                else:
-                    manager.unsaved.append(snapshot)
+                count += self._save(snapshot, manager, memory, names)
             except OSError as problem:
                 self.is_full = True
                 logger("serve").warning(
@@ -131,27 +134,30 @@ class Disk:
                 )
         return count
 
-    def _save(self, snapshot: Snapshot, memory: Bytes) -> bool:
+    def _save(self, snapshot: Snapshot, manager: Manager, memory: Bytes, names: dict[Node, str]) -> bool:
         path, node = [], snapshot.node
         while node.parent is not None:
             path.append(node)
             node = node.parent
         if snapshot.is_pending or any(one.is_pending for one in path):
-            return False  # later, when its bytes have arrived
-        salt = _salt_of(snapshot.node)
+            manager.unsaved.append(snapshot)  # later, when its bytes have arrived
+            return False
         name = ""
         for one in reversed(path):
-            entry = _Entry(self.identity, salt, "page", name, one.tokens, 0)
-            name = self._name(entry)
-            if not one.is_saved:
+            entry = _Entry(self.identity, node.salt, "page", name, one.tokens, 0)
+            name = names.get(one) or self._name(entry)
+            names[one] = name
+            if name not in self._sizes:
                 place, index = _where(one.page, one.host)
                 self._write(name, entry, memory.read("page", place, index))
-                one.is_saved = True
         covered = snapshot.node.tokens[: snapshot.offset]
-        entry = _Entry(self.identity, salt, "slot", name, covered, snapshot.saved)
+        entry = _Entry(self.identity, node.salt, "slot", name, covered, snapshot.saved)
+        name = self._name(entry)
+        if name in self._sizes:
+            os.utime(self.folder / name)
+            return False
         place, index = _where(snapshot.slot, snapshot.host)
-        self._write(self._name(entry), entry, memory.read("slot", place, index))
-        snapshot.is_saved = True
+        self._write(name, entry, memory.read("slot", place, index))
         self.counts["saved"] += 1
         return True
 
@@ -160,9 +166,6 @@ class Disk:
         return f"{hashlib.sha256(text).hexdigest()}.{entry.kind}"
 
     def _write(self, name: str, entry: _Entry, data: bytes) -> None:
-        if name in self._sizes:
-            os.utime(self.folder / name)
-            return
         header = json.dumps(vars(entry)).encode()
         content = b"".join((FORMAT, len(header).to_bytes(8, "little"), header, data))
         self._make_room(len(content) + 32, {name, entry.parent})
@@ -246,9 +249,7 @@ class Disk:
         for node, content in zip(nodes, contents[len(contents) - len(nodes) :], strict=True):
             assert content is not None
             memory.write("page", *_where(node.page, node.host), content)
-            node.is_saved = True
         memory.write("slot", *_where(snapshot.slot, snapshot.host), state)
-        snapshot.is_saved = True
         return True
 
     def _files(self) -> Iterator[Path]:
@@ -292,9 +293,3 @@ def _where(device: int | None, host: int | None) -> tuple[Place, int]:
         return "device", device
     assert host is not None
     return "host", host
-
-
-def _salt_of(node: Node) -> str:
-    while node.parent is not None:
-        node = node.parent
-    return node.salt

@@ -28,8 +28,6 @@ class Snapshot:
     """Copies under way that read it."""
     is_pending: bool = False
     """Whether its bytes are still on their way to host memory or back."""
-    is_saved: bool = False
-    """Whether it is on disk."""
 
     @property
     def position(self) -> int:
@@ -56,8 +54,6 @@ class Node:
     is_pending: bool = False
     """Whether its bytes are still on their way to host memory or back; then nobody may match it."""
     is_alive: bool = True
-    is_saved: bool = False
-    """Whether it is on disk."""
     is_stale: bool = False
     """Whether it belongs to prefixes that were forgotten while a sequence still used it."""
     children: dict[Key, "Node"] = field(default_factory=dict)
@@ -161,7 +157,7 @@ class Tree:
     def extend(self, node: Node, tokens: Key) -> None:
         """Let a partly filled page be known with more of its tokens."""
         self._unlink(node)
-        node.tokens, node.is_saved = tokens, False
+        node.tokens = tokens
         assert node.parent is not None
         node.parent.children[tokens] = node
         insort(node.parent.order, tokens)
