@@ -1,6 +1,7 @@
 """The pieces that need no machine: pages, layers, frames, archives."""
 
 import asyncio
+import json
 import mmap
 import os
 import shutil
@@ -170,3 +171,25 @@ def test_an_archive_is_what_a_kernel_unpacks(tmp_path):
 def test_what_is_no_packed_kernel_is_left_as_it_is():
     assert unpacked(b"") == b""
     assert unpacked(b"ELF" * 1000) == b"ELF" * 1000
+
+
+@pytest.mark.skipif(not shutil.which("qemu-io"), reason="no qemu-io: run tools/system-packages.sh sandbox")
+def test_joined_layers_are_the_same_disk_zeros_over_data_among_it(tmp_path):
+    size = 4 * 2**20
+    base = tmp_path / "base"
+    base.write_bytes(b"b" * size)
+    layers = [tmp_path / f"layer{place}" for place in range(3)]
+    for place, layer in enumerate(layers):
+        disk.make_layer(layer, size)
+        whole = "json:" + json.dumps(disk.plain(disk.chain(base, layers[: place + 1])))
+        writes = [f"write -P {place + 1} {place * 70}k 100k", f"write -z {place * 512 + 1024}k 64k"]
+        subprocess.run(["qemu-io", *(word for one in writes for word in ("-c", one)), whole], check=True, stdout=subprocess.DEVNULL)
+    disk.flatten(layers, base, size, tmp_path / "flat")
+    raws = []
+    for chain in (layers, [tmp_path / "flat"]):
+        raws.append(tmp_path / f"raw{len(raws)}")
+        source = "json:" + json.dumps(disk.plain(disk.chain(base, chain)))
+        subprocess.run(["qemu-img", "convert", "-O", "raw", source, raws[-1]], check=True)
+    assert raws[0].read_bytes() == raws[1].read_bytes()
+    assert raws[0].read_bytes()[1024 * 1024] == 0
+    assert raws[0].read_bytes()[3 * 2**20] == ord("b")

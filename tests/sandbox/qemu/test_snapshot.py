@@ -6,6 +6,7 @@ import time
 import pytest
 
 from triax.errors import SandboxError
+from triax.sandbox.backend.qemu import disk
 
 
 def test_a_suspended_machine_leaves_no_process_and_resumes_with_memory_and_files(in_lab, said):
@@ -44,6 +45,25 @@ def test_five_cycles_keep_every_file_the_id_and_unsynced_data(in_lab, said):
             assert await said(machine, "cat /root/* | md5sum") == sums
             assert await said(machine, "hostname; cat /run/triax/generation") == f"source\n{cycle + 1}"
         assert (await said(machine, "ls /root")).split() == [*"01234", *(f"big{cycle}" for cycle in range(5))]
+
+    in_lab(test)
+
+
+def test_a_disk_of_many_layers_is_joined_and_stays_the_same(in_lab, said, monkeypatch):
+    monkeypatch.setattr(disk, "MOST_LAYERS", 2)
+
+    async def test(lab):
+        machine = await lab.create()
+        for cycle in range(4):
+            await said(
+                machine, f"dd if=/dev/urandom of=/root/{cycle} bs=64k count=3 2>/dev/null; rm -f /root/{cycle - 2}"
+            )
+            sums = await said(machine, "sync; md5sum /root/*")
+            folder = lab.new_folder(f"cycle{cycle}")
+            await machine.suspend(folder)
+            machine = await lab.restore(folder, "source", cycle + 1)
+            assert len(machine.parts.layers) <= 3
+            assert await said(machine, "echo 3 > /proc/sys/vm/drop_caches; md5sum /root/*") == sums
 
     in_lab(test)
 

@@ -155,9 +155,16 @@ class QemuBackend:
             disk.link(folder / "memory", parts.memory)
             disk.link(folder / "disk.ext4", parts.base)
             parts.disk_bytes = saved.disk_bytes
-            for place, name in enumerate(saved.layers):
-                parts.layers.append(parts.folder / f"layer-{place}.qcow2")
-                disk.link(folder / name, parts.layers[-1])
+            if len(saved.layers) > disk.MOST_LAYERS:
+                joined = parts.new_layer()
+                below = [folder / name for name in saved.layers]
+                await asyncio.to_thread(disk.flatten, below, parts.base, parts.disk_bytes, joined)
+                parts.layers.append(joined)
+            else:
+                for name in saved.layers:
+                    layer = parts.new_layer()
+                    disk.link(folder / name, layer)
+                    parts.layers.append(layer)
             if parts.memory.stat().st_size != hardware.memory_mib * 2**20:
                 raise SandboxError(f"snapshot {folder.name}: its memory is cut short; it is damaged, use another")
             if not pages:

@@ -110,16 +110,17 @@ def flatten(layers: list[Path], base: Path, size: int, destination: Path) -> Non
     if program is None:
         raise SandboxError("disk: found no `qemu-img` to join layers with; run `apt-get install qemu-utils`")
     make_layer(destination, size)
-    source = "json:" + json.dumps(_without_names(chain(base, layers)))
-    target = "json:" + json.dumps(_without_names(chain(base, [destination])))
+    source = "json:" + json.dumps(plain(chain(base, layers)))
+    target = "json:" + json.dumps(plain(chain(base, [destination])))
     command = [program, "convert", "-n", "-t", "unsafe", "-O", "qcow2"]
     done = subprocess.run([*command, source, target], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SandboxError(f"disk: layers cannot be joined; qemu-img said: {done.stderr.strip()[-300:]}")
 
 
-def _without_names(node: dict[str, Any]) -> dict[str, Any]:
+def plain(node: dict[str, Any]) -> dict[str, Any]:
+    """Return a chain as the disk tools take it, without what only the emulator needs."""
     kept = {name: value for name, value in node.items() if name not in ("node-name", "cache")}
     if isinstance(kept.get("backing"), dict):
-        kept["backing"] = _without_names(kept["backing"])
+        kept["backing"] = plain(kept["backing"])
     return kept
