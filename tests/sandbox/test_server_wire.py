@@ -1,7 +1,9 @@
 """What no well-behaved client sends, and what only machines read."""
 
 import json
+import ssl
 import struct
+import subprocess
 
 import httpx
 import pytest
@@ -197,6 +199,27 @@ def test_a_booted_machine_becomes_the_next_clients(serve, tmp_path):
         assert result.stdout == b"mine\n"
         listed = httpx.get(f"{warm.url}/v2/sandboxes").json()
         assert [one["metadata"] for one in listed] == [{"for": "me"}]
+
+
+def test_one_port_speaks_both_versions_of_http_over_tls(serve, tmp_path):
+    certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject]
+    subprocess.run([*made, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    settings = Server(folder=tmp_path / "s", port=0, backend="process", unsafe=True, certificate=certificate, key=key)
+    with serve(settings, ProcessBackend(tmp_path / "m", unsafe=True)) as safe:
+        trust = ssl.create_default_context(cafile=str(certificate))
+        for is_second, version in ((True, "HTTP/2"), (False, "HTTP/1.1")):
+            with httpx.Client(http2=is_second, verify=trust) as client:
+                answer = client.post(f"{safe.url}/sandboxes", json={"templateID": "base"})
+                assert (answer.http_version, answer.status_code) == (version, 201)
+                start = json.dumps({"process": {"cmd": "/bin/echo", "args": ["over TLS"]}, "stdin": False}).encode()
+                told = client.post(
+                    f"{safe.url}/process.Process/Start",
+                    content=struct.pack(">BI", 0, len(start)) + start,
+                    headers=aimed(answer.json(), **{"content-type": "application/connect+json"}),
+                )
+                assert b'"exited": true' in told.content
 
 
 @pytest.mark.parametrize(

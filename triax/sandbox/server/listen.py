@@ -72,6 +72,7 @@ async def listen(
     config.accesslog = None
     config.errorlog = log
     config.keep_alive_timeout = IDLE_S
+    config.keep_alive_max_requests = 2**31  # an end in the middle of a pool's life breaks the request that meets it
     config.graceful_timeout = GRACE_S
     config.h2_max_concurrent_streams = 256
     if certificate is not None:
