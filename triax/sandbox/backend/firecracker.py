@@ -257,8 +257,8 @@ class FirecrackerBackend:
 
 def _untested() -> SandboxError:
     return SandboxError(
-        "backend firecracker: makes no machines yet, since nothing here could be tried on one; use `qemu`, which uses KVM "
-        "where a guest really boots on it",
+        "backend firecracker: makes no machines yet, since nothing here could be tried on one; use `qemu`, which uses "
+        "KVM where a guest really boots on it",
         "refused",
         status=501,
     )
