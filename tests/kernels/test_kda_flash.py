@@ -100,6 +100,15 @@ def test_interpreted_kernels_take_slices_and_no_state(flash):
 
 
 @pytest.mark.kernel
+@pytest.mark.skipif(ON_GPU, reason="the kernels are compiled here; the gpu tests run them")
+def test_values_of_256_are_worked_on_in_halves(flash):
+    x = inputs((10, 11), 1, 32, 256, "random")
+    found = flash.kda(*x, (0, 10, 21), lowest_log_decay=-5.0, states_at=(4,))
+    expected = reference.kda(*x, (0, 10, 21), states_at=(4,))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.kernel
 def test_a_head_size_without_a_kernel_is_refused_by_name(flash):
     x = inputs((3,), 1, 48, 32, "random")
     with pytest.raises(UnsupportedError, match="head sizes `48` and `32`"):

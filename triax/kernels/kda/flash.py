@@ -20,6 +20,8 @@ from triax.kernels.kda.reference import KdaResult, ungrouped
 CHUNK = 64
 LOWEST_ANCHORED = -5.0  # 16 steps from the middle of a tile, e^80, are inside bf16's range
 SIZES = (32, 64, 128)
+WIDEST = 256
+"""Of values alone: their columns do not know of each other, so these are worked on in two halves."""
 FEW_WALKS = 66  # half the multiprocessors of an H200
 
 
@@ -89,7 +91,7 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Say what of these inputs the kernels cannot take, if anything."""
     if torch.float64 in (query.dtype, key.dtype, value.dtype):
         return "dtype `float64`"
-    if key.shape[-1] not in SIZES or value.shape[-1] not in SIZES:
+    if key.shape[-1] not in SIZES or value.shape[-1] not in (*SIZES, WIDEST):
         return f"head sizes `{key.shape[-1]}` and `{value.shape[-1]}`"
     return None
 
@@ -117,9 +119,18 @@ def kda(
     reason = unsupported(query, key, value)
     if reason is not None:
         raise UnsupportedError(
-            f"kernels.kda.flash: no kernel for {reason}; head sizes are {SIZES}, dtypes bf16 and fp32; call "
-            "`triax.kernels.kda.kda`, which falls back to the chunk form"
+            f"kernels.kda.flash: no kernel for {reason}; head sizes are {SIZES}, for values {WIDEST} too, dtypes bf16 "
+            "and fp32; call `triax.kernels.kda.kda`, which falls back to the chunk form"
         )
+    if value.shape[2] == WIDEST:
+        states = (None, None) if state is None else state.chunk(2, 3)
+        first, second = (
+            kda(
+                query, key, half, log_decay, beta, start, starts, lowest_log_decay=lowest_log_decay, states_at=states_at
+            )
+            for half, start in zip(value.chunk(2, 2), states, strict=True)
+        )
+        return KdaResult(*(torch.cat(halves, -1) for halves in zip(first, second, strict=True)))
     device = query.device.type
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
         query, key, value = (x.bfloat16() for x in (query, key, value))
