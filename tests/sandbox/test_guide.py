@@ -8,7 +8,7 @@ from pathlib import Path
 
 GUIDE = (Path(__file__).parents[2] / "docs/guides/sandbox.md").read_text()
 SHELL = re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL)
-PYTHON = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+PYTHON = re.findall(r"```py\n(.*?)```", GUIDE, re.DOTALL)
 
 
 def shell(text, folder):
