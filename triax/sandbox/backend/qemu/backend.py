@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from triax.errors import SandboxError
-from triax.sandbox.backend.owned import LABEL, signal_all
+from triax.sandbox.backend.owned import LABEL, labelled, signal_all
 from triax.sandbox.backend.qemu import disk, snapshot
 from triax.sandbox.backend.qemu.egress import Rules
 from triax.sandbox.backend.qemu.ground import Accelerator, Ground
@@ -29,6 +29,7 @@ from triax.sandbox.protocol import Capabilities, Check, Spec
 
 LEAST_MEMORY_MIB = 96  # below, the kernel leaves nothing for a command
 BOOT_S = 90.0
+REAP_S = 10.0  # from SIGKILL to the end of a process
 FLAT_BYTES = 16 * 2**20  # more changed memory than this is joined with its base before several copies map it
 
 
@@ -239,7 +240,11 @@ class QemuBackend:
             if name.startswith("."):
                 shutil.rmtree(self.root / name, ignore_errors=True)
                 continue
-            count = signal_all(LABEL, str(self.root / name), signal.SIGKILL)
+            label = str(self.root / name)
+            count = signal_all(LABEL, label, signal.SIGKILL)
+            give_up = time.monotonic() + REAP_S
+            while count and labelled(LABEL, label) and time.monotonic() < give_up:
+                await asyncio.sleep(0.01)
             shutil.rmtree(self.root / name, ignore_errors=True)
             ended.append(f"qemu machine {name}: {count} processes and its folder")
         return ended
