@@ -24,6 +24,7 @@ def serve(
     turns: Annotated[int, typer.Option(min=1, help="Turns of a talk; each repeats all before it.")] = 1,
     shared: Annotated[int, typer.Option(min=0, help="Tokens that all talks begin with.")] = 0,
     pause: Annotated[float, typer.Option(min=0.0, help="Mean seconds between the turns of a talk.")] = 0.0,
+    seconds: Annotated[float, typer.Option(min=0.0, help="No talk begins after so many seconds; 0: no limit.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same prompts.")] = 0,
     key: Annotated[str, typer.Option(help="API key of the server.")] = "",
     out: Annotated[Path | None, typer.Option(help="Write the whole report, every request in it, as JSON.")] = None,
@@ -37,7 +38,7 @@ def serve(
 
     with needs("serve", "bench"):
         from triax.serve import bench as room
-    load = room.Load(requests, concurrency, rate, prompt, answer, turns, shared, pause, seed)
+    load = room.Load(requests, concurrency, rate, prompt, answer, turns, shared, seconds, pause, seed)
     tree = room.Bench(url, load, key).run()
     if out is not None:
         out.write_text(json.dumps(tree) + "\n", encoding="utf-8")

@@ -38,6 +38,8 @@ class Load:
     """Turns of a talk; a turn's prompt is all that was said before and something new."""
     shared_tokens: int = 0
     """Tokens that all talks begin with, as a system message and tools are shared."""
+    seconds: float = 0.0
+    """No talk begins after so many seconds; 0 lets all requests come."""
     pause_s: float = 0.0
     """Mean pause between the turns of a talk, as a tool takes."""
     seed: int = 0
@@ -46,7 +48,7 @@ class Load:
         for name in ("requests", "concurrency", "prompt_tokens", "answer_tokens", "turns"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"bench: {name} is out of range; found `{getattr(self, name)}`; give 1 or more")
-        for name in ("rate", "shared_tokens", "pause_s"):
+        for name in ("rate", "shared_tokens", "seconds", "pause_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"bench: {name} is out of range; found `{getattr(self, name)}`; give 0 or more")
 
@@ -88,7 +90,7 @@ class Bench:
         self._random = random.Random(load.seed)
         self._measured: list[Measured] = []
         self._model, self._vocabulary = "", VOCABULARY
-        self._start = 0.0
+        self._start, self._begun = 0.0, 0
 
     def run(self) -> dict[str, Any]:
         """Load the server and return the report.
@@ -104,12 +106,8 @@ class Bench:
         async with httpx.AsyncClient(headers=self._headers, timeout=timeout, limits=limits) as http:
             await self._look(http)
             shared = self._tokens(self.load.shared_tokens)
-            talks = [
-                self._talk(http, shared, min(self.load.turns, self.load.requests - begun))
-                for begun in range(0, self.load.requests, self.load.turns)
-            ]
             self._start = time.perf_counter()
-            await (self._at_rate(talks) if self.load.rate else self._at_once(talks))
+            await (self._at_rate(http, shared) if self.load.rate else self._at_once(http, shared))
         return report(self.load, self._measured, time.perf_counter() - self._start) | {"model": self._model}
 
     async def _look(self, http: httpx.AsyncClient) -> None:
@@ -125,18 +123,24 @@ class Bench:
     def _tokens(self, number: int) -> list[int]:
         return [self._random.randrange(self._vocabulary) for _ in range(number)]
 
-    async def _at_rate(self, talks: Sequence[Any]) -> None:
+    def _next(self) -> int:
+        """Return the turns of the next talk; 0 where none is to begin."""
+        if self.load.seconds and time.perf_counter() - self._start > self.load.seconds:
+            return 0
+        turns = min(self.load.turns, self.load.requests - self._begun)
+        self._begun += turns
+        return turns
+
+    async def _at_rate(self, http: httpx.AsyncClient, shared: list[int]) -> None:
         async with asyncio.TaskGroup() as group:
-            for talk in talks:
-                group.create_task(talk)
+            while turns := self._next():
+                group.create_task(self._talk(http, shared, turns))
                 await asyncio.sleep(self._random.expovariate(self.load.rate))
 
-    async def _at_once(self, talks: Sequence[Any]) -> None:
-        left = list(reversed(talks))
-
+    async def _at_once(self, http: httpx.AsyncClient, shared: list[int]) -> None:
         async def work() -> None:
-            while left:
-                await left.pop()
+            while turns := self._next():
+                await self._talk(http, shared, turns)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(self.load.concurrency):

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from triax.config.vision import Images
 from triax.data.chat import xtml_parser
 from triax.data.kimi import KimiTokenizer
-from triax.serve.http.answer import Turn, Whole
+from triax.serve.http.answer import Turn, Whole, usage_tree
 from triax.serve.http.chat import delta_of
 from triax.serve.http.model import Model
-from triax.serve.http.prompt import Prepared
-from triax.serve.request import TokenInfo, Update
+from triax.serve.http.prompt import Prepared, prepare_chat
+from triax.serve.http.schema import ChatRequest
+from triax.serve.request import TokenInfo, Update, Usage
 
 from .conftest import TEXT, called, said
 
@@ -95,3 +96,20 @@ def test_an_answer_inside_the_thinking_becomes_the_content(model):
     add_up(events, whole)
     assert (whole.reasoning, whole.content) == ("", "Yes.")
     assert [warning["kind"] for warning in turn.warnings] == ["answer_in_think"]
+
+
+@pytest.mark.parametrize(("line", "billed"), [(0, 36), (1, 119), (2, 99), (3, 545)])
+def test_usage_tells_the_published_number_of_prompt_tokens(kimi_data, line, billed):
+    """36, 119 and 99 are published; the last opener, which the model goes on from, is not billed."""
+    import json
+
+    tokenizer = KimiTokenizer.load(kimi_data / "kimi.tiktoken", family="k3")
+    k3 = Model("m", tokenizer, "k3", Images(), 1 << 20, tokenizer.vocab_size, None)
+    request = json.loads((kimi_data / "prompt_tokens.jsonl").read_text().splitlines()[line])["request"]
+    body = ChatRequest.model_validate(request | {"model": "m"})
+    prepared = prepare_chat(k3, body, {})
+    assert (prepared.num_billed, len(prepared.tokens)) == (billed, billed + 3)
+    turn = Turn(k3, prepared)
+    turn.read(Update("x", finish_reason="length", usage=Usage(billed + 3, billed + 3, billed + 3, 0)))
+    usage = usage_tree(prepared, [turn])
+    assert usage["prompt_tokens"] == usage["prompt_tokens_details"]["cached_tokens"] == billed
