@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import ipaddress
 import math
 import time
 from collections.abc import Sequence
@@ -12,17 +11,17 @@ from typing import Any, Literal
 from triax.config.sandbox import Server, Template
 from triax.errors import SandboxError
 from triax.sandbox.host import Host
-from triax.sandbox.protocol import Network, Resources, Spec
+from triax.sandbox.protocol import Resources, Spec
 from triax.sandbox.sandbox import Sandbox
 from triax.sandbox.server import schema, wire
 from triax.sandbox.server.access import Access
 from triax.sandbox.server.catalog import Catalog
+from triax.sandbox.server.policy import network_of
 from triax.sandbox.server.session import Session
 from triax.sandbox.server.warm import Warm, plain
 from triax.sandbox.store import Snapshot
 
 MOST_KEYS = 4096
-EVERYWHERE = ("0.0.0.0/0", "::/0")
 GONE = {"dead": 404, "lost": 410, "failed": 410}
 
 
@@ -174,7 +173,7 @@ class Plane:
         return dataclasses.replace(
             below,
             resources=resources,
-            network=self.network(wanted.network, internet),
+            network=network_of(wanted.network, internet, self.settings, self.host.backend),
             env={**below.env, **wanted.env_vars},
             metadata=labels,
             timeout_s=self.life(wanted.timeout),
@@ -201,51 +200,6 @@ class Plane:
                 "refused",
             )
         return max(float(timeout), 0.001)
-
-    def network(self, wanted: schema.Network, internet: bool | None) -> Network:
-        """Return the egress policy for what a client asked; without a word, nothing may be reached.
-
-        Raises:
-            SandboxError: The policy cannot be kept here.
-        """
-        for name in ("egress_proxy", "rules", "mask_request_host", "https_ports", "dns_servers"):
-            if getattr(wanted, name):
-                raise SandboxError(f"network.{name}: not supported by this server; leave it out", "refused")
-        denied = [entry for entry in wanted.deny_out if entry not in EVERYWHERE]
-        if denied:
-            raise SandboxError(
-                f"network.denyOut: all that is not allowed is denied; found `{denied[0]}`; name what may be reached",
-                "refused",
-            )
-        everything = internet is True or any(entry in EVERYWHERE for entry in wanted.allow_out)
-        if everything and wanted.deny_out:
-            everything = False  # what is allowed by name wins, the rest is denied
-        if everything and not self.settings.internet:
-            raise SandboxError(
-                "network: this server lets no sandbox reach everything; name single destinations in allowOut, or start "
-                "it with internet=true",
-                "refused",
-                status=403,
-            )
-        destinations = tuple(entry for entry in wanted.allow_out if entry not in EVERYWHERE)
-        for entry in destinations:
-            self._check_destination(entry)
-        if destinations and not everything and not self.host.backend.capabilities.network_policy:
-            raise SandboxError(
-                f"network.allowOut: the backend `{self.host.backend.name}` cannot allow single destinations", "refused"
-            )
-        return Network(allow_out=destinations, allow_internet=everything)
-
-    def _check_destination(self, entry: str) -> None:
-        try:
-            ipaddress.ip_network(entry, strict=False)
-            return
-        except ValueError:
-            labels = entry.removeprefix("*.").rstrip(".").split(".")
-        if not all(label.replace("-", "").replace("_", "").isalnum() and len(label) < 64 for label in labels):
-            raise SandboxError(
-                f"network.allowOut: neither address, network nor host name; found `{entry[:80]}`", "refused"
-            )
 
     def _refuse_unsupported(self, wanted: schema.Life) -> None:
         for name in ("mcp", "iam", "volume_mounts", "custom_extension_params", "attached_drives", "extra_boot_args"):
@@ -381,7 +335,7 @@ class Plane:
             SandboxError: No backend can do that while a sandbox runs, unless nothing changes.
         """
         sandbox = self.find(sandbox_id)
-        if self.network(wanted, wanted.allow_internet_access) != sandbox.spec.network:
+        if network_of(wanted, wanted.allow_internet_access, self.settings, self.host.backend) != sandbox.spec.network:
             raise SandboxError(
                 "network: what a sandbox may reach is settled when it is made; create another with this policy",
                 "refused",
