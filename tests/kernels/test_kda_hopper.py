@@ -2,6 +2,8 @@
 
 import re
 import subprocess
+from contextlib import nullcontext
+from ctypes import c_float, c_int, c_longlong
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -10,9 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from triax.kernels import nvrtc
 from triax.kernels.kda import kda, kda_from_raw, reference, segment_map
-from triax.kernels.kda.hopper import launch, passes
-from triax.kernels.kda.hopper.compile import binary, bindings_installed
+from triax.kernels.kda.hopper import compile, launch, passes
+from triax.kernels.kda.hopper.compile import binary, sources
 from triax.kernels.kda.hopper.segments import segments
 from triax.kernels.kda.raw import activate
 
@@ -24,7 +27,7 @@ FROM_RAW = (("GATE", "bf16"), ("BETAS", "bf16"), ("RAW", 1))
 
 
 def compiler_installed():
-    return bindings_installed() and find_spec("nvidia") is not None
+    return nvrtc.is_available() and find_spec("nvidia") is not None
 
 
 def walk(name, tiles, keep, maps):
@@ -63,6 +66,58 @@ def test_sources_compile_for_hopper_to_its_matrix_instructions(tmp_path, name, d
         assert products >= 16
         # Where the assembler cannot follow which products are over, it waits after each.
         assert code.count("WARPGROUP.DEPBAR") <= products / 4
+
+
+def parameters(name):
+    text = "\n".join(path.read_text() for path in sources(name))
+    declared = re.search(rf'extern "C" __global__.*?\b{name}\(([^)]*)\)\s*\{{', text, re.DOTALL)[1]
+    return [re.sub(r"\s+", " ", parameter.strip()) for parameter in declared.split(",")]
+
+
+DTYPES = {"bf16": torch.bfloat16, "float": torch.float32, "int": torch.int32, "unsigned char": None}
+
+
+@pytest.mark.parametrize("from_raw", [False, True])
+@pytest.mark.parametrize("starts", [(0, 3000), (0, 0, 150)])
+def test_every_start_passes_what_its_kernel_declares(monkeypatch, from_raw, starts):
+    pytest.importorskip("triton", reason="run tables stand beside Triton's kernels")
+    from triax.kernels.kda.flash import run_table
+
+    started = []
+    # A GPU that only writes down what it is asked to start.
+    monkeypatch.setattr(compile, "_function", lambda kernel, device: kernel)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(nvrtc, "launch", lambda kernel, blocks, threads, shared, given: started.append((kernel, given)))
+    tokens, sequences = starts[-1], len(starts) - 1
+    gate_dtype = torch.bfloat16 if from_raw else torch.float32
+    query, key, value = (torch.zeros(tokens, heads, 128, dtype=torch.bfloat16) for heads in (2, 2, 4))
+    gate, beta = (torch.zeros(*shape, dtype=gate_dtype) for shape in ((tokens, 4, 128), (tokens, 4)))
+    raw = launch.Raw(torch.zeros(4), torch.zeros(4, 128), -5.0) if from_raw else None
+    table = run_table(starts, (100,), torch.device("cpu"))
+    streams = (query, key, value, gate, beta)
+    state = torch.zeros(sequences, 4, 128, 128)
+    read, _, interior, states, written = passes.forward(*streams, state, table, True, raw)
+    of, d_state = passes.backward(*streams, states, written, read, state, table, raw)
+    assert (interior.shape, d_state.shape, read.shape) == ((1, 4, 128, 128), state.shape, value.shape)
+    assert [x.shape for x in of[:5]] == [x.shape for x in streams]
+    names = [kernel.name for kernel, _ in started]
+    assert names == [
+        "prepare",
+        *(["scan", "join"] if tokens == 3000 else []),
+        "scan",
+        "prepare",
+        "scan_back",
+        "gradients",
+    ]
+    for kernel, given in started:
+        types = {**DTYPES, "GATE": gate_dtype, "BETAS": gate_dtype}
+        for parameter, argument in zip(parameters(kernel.name), given, strict=True):
+            kind = parameter.removeprefix("const ").rsplit(" ", 1)[0]
+            if "*" not in kind:
+                assert type(argument) is {"int": c_int, "i64": c_longlong, "float": c_float}[kind], parameter
+            elif argument is not None and types[kind.rstrip("*")] is not None:
+                assert argument.dtype == types[kind.rstrip("*")], parameter
 
 
 def cut(lengths, heads, states_at=()):
@@ -261,3 +316,16 @@ def test_gradients_on_hopper_are_the_same_every_time(hopper):
     x = draw_activated(400, 3, 2, "slow", "cuda")
     first, second = (outcome(kda, x, (0, 150, 400), (), False, lowest_log_decay=-5.0)[1] for _ in range(2))
     assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.gpu
+def test_a_stream_beyond_2_to_the_31_numbers_ends_as_its_last_sequence_alone(hopper):
+    far = 2**31 // (96 * 128) + 1
+    last = draw_activated(150, 96, 2, "random", "cuda")
+    streams = [torch.cat((0.05 * torch.randn(far, 96, 128, device="cuda").bfloat16(), x)) for x in last[:3]]
+    gate = torch.cat((-torch.rand(far, 96, 128, device="cuda").bfloat16(), last[3].bfloat16()))
+    beta = torch.cat((torch.rand(far, 96, device="cuda"), last[4]))
+    found = kda(*streams, gate, beta, last[5], (0, far, far + 150), lowest_log_decay=-5.0)
+    alone = kda(*last[:3], last[3].bfloat16(), last[4], last[5][1:], (0, 150), lowest_log_decay=-5.0)
+    assert torch.equal(found.read[far:], alone.read)
+    assert torch.equal(found.state[1:], alone.state)

@@ -55,6 +55,34 @@ DEVICE void sum_channels(float* sums, float (&x)[16]) {
 }
 DEVICE float of_warps(const float* sums, int t) { return sums[t] + sums[64 + t] + sums[128 + t] + sums[192 + t]; }
 
+// Adds what a row gets from pairs to what it gets from the state, [16 channels, 16 tokens] at a time: `visit` gets both
+// for two tokens each, and what they are worth to the gates.
+template <typename F>
+DEVICE void rows_done(const float (&x)[32], const float (&half_first)[2], const float (&half_second)[2],
+                      const float (&state)[32], const float (&one)[32], const float (&two)[16], u32 factors, u32 second,
+                      F&& visit) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        u32 far[4], near[4];
+        fragment(far, factors, j);
+        if (j >= 2) fragment(near, second, j - 2);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            int i = 4 * j + e, r = e & 1;
+            float up0 = power_anew(x[2 * i]), up1 = power_anew(x[2 * i + 1]), p0 = 0.f, p1 = 0.f;
+            float g0 = low(far[e]) * one[2 * i], g1 = high(far[e]) * one[2 * i + 1];
+            if (j >= 2) {
+                float t0 = two[2 * (i & 7)], t1 = two[2 * (i & 7) + 1];
+                p0 = t0 * up0, p1 = t1 * up1;
+                g0 += low(near[e]) * t0, g1 += high(near[e]) * t1;
+                up0 = up0 * half_second[r] * half_first[r], up1 = up1 * half_second[r] * half_first[r];
+            }
+            p0 += one[2 * i] * up0, p1 += one[2 * i + 1] * up1;
+            visit(i, state[2 * i] * (up0 * half_first[r]), state[2 * i + 1] * (up1 * half_first[r]), p0, p1, g0, g1);
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(128, 2)
 #if RAW
     __cluster_dims__(2, 1, 1)
@@ -284,31 +312,6 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         products_wait<0>();
     };
     float dot[16];
-    // Adds what a row gets from pairs to what it gets from the state, [16 channels, 16 tokens] at a time: `visit` gets
-    // both for two tokens each, and what they are worth to the gates.
-    auto rows_done = [&](const float (&state)[32], const float (&one)[32], const float (&two)[16], u32 factors, u32 second,
-                         auto&& visit) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            u32 far[4], near[4];
-            fragment(far, factors, j);
-            if (j >= 2) fragment(near, second, j - 2);
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                int i = 4 * j + e, r = e & 1;
-                float up0 = power_anew(x[2 * i]), up1 = power_anew(x[2 * i + 1]), p0 = 0.f, p1 = 0.f;
-                float g0 = low(far[e]) * one[2 * i], g1 = high(far[e]) * one[2 * i + 1];
-                if (j >= 2) {
-                    float t0 = two[2 * (i & 7)], t1 = two[2 * (i & 7) + 1];
-                    p0 = t0 * up0, p1 = t1 * up1;
-                    g0 += low(near[e]) * t0, g1 += high(near[e]) * t1;
-                    up0 = up0 * half_second[r] * half_first[r], up1 = up1 * half_second[r] * half_first[r];
-                }
-                p0 += one[2 * i] * up0, p1 += one[2 * i + 1] * up1;
-                visit(i, state[2 * i] * (up0 * half_first[r]), state[2 * i + 1] * (up1 * half_first[r]), p0, p1, g0, g1);
-            }
-        }
-    };
     {
         float one[32], two[16];
         u32 result[16];
@@ -326,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
                 put_fragment(at + D_QUERY, four, i >> 2);
             }
         };
-        rows_done(of_query, one, two, at + QUERY_ROWS, at + SECOND_ROWS, visit);
+        rows_done(x, half_first, half_second, of_query, one, two, at + QUERY_ROWS, at + SECOND_ROWS, visit);
 #if RAW
         sum_channels(sums + 512, dot);
 #endif
@@ -344,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
             dot[i & ~1] += b.x * p0, dot[i | 1] += b.y * p1;
             of_row[2 * i] = -w.x * p0, of_row[2 * i + 1] = -w.y * p1;
         };
-        rows_done(of_row, one, two, at + KEY_ROWS, at + SECOND_ROWS + TILE / 2, visit);
+        rows_done(x, half_first, half_second, of_row, one, two, at + KEY_ROWS, at + SECOND_ROWS + TILE / 2, visit);
         sum_channels(sums + 256, dot);
     }
     float last[2] = {0.f, 0.f};  // what every gate of the chunk gets
