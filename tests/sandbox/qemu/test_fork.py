@@ -8,7 +8,9 @@ def test_children_go_on_where_the_source_was_and_never_see_each_other(in_lab, sa
     async def test(lab):
         machine = await lab.create()
         await said(machine, "echo common > /root/file; echo secret > /dev/shm/memory")
-        await machine.start("i=0; while true; do i=$((i+1)); echo $i > /tmp/count; sleep 0.05; done")
+        await machine.start(
+            "i=0; while true; do i=$((i+1)); echo $i > /tmp/new; mv /tmp/new /tmp/count; sleep 0.05; done"
+        )
         await asyncio.sleep(0.4)
         children = await lab.fork(machine, "one", "two", "three")
         await said(machine, "echo source > /root/file; echo source > /dev/shm/memory; sync")

@@ -183,7 +183,9 @@ def test_joined_layers_are_the_same_disk_zeros_over_data_among_it(tmp_path):
         disk.make_layer(layer, size)
         whole = "json:" + json.dumps(disk.plain(disk.chain(base, layers[: place + 1])))
         writes = [f"write -P {place + 1} {place * 70}k 100k", f"write -z {place * 512 + 1024}k 64k"]
-        subprocess.run(["qemu-io", *(word for one in writes for word in ("-c", one)), whole], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            ["qemu-io", *(word for one in writes for word in ("-c", one)), whole], check=True, stdout=subprocess.DEVNULL
+        )
     disk.flatten(layers, base, size, tmp_path / "flat")
     raws = []
     for chain in (layers, [tmp_path / "flat"]):

@@ -13,7 +13,9 @@ def test_a_suspended_machine_leaves_no_process_and_resumes_with_memory_and_files
     async def test(lab):
         machine = await lab.create()
         await said(machine, "echo kept > /root/file")
-        counter = await machine.start("i=0; while true; do i=$((i+1)); echo $i > /tmp/count; sleep 0.05; done")
+        counter = await machine.start(
+            "i=0; while true; do i=$((i+1)); echo $i > /tmp/new; mv /tmp/new /tmp/count; sleep 0.05; done"
+        )
         await asyncio.sleep(0.5)
         pid = machine.emulator.process.pid
         folder = lab.new_folder("suspended")
