@@ -103,7 +103,7 @@ class Engine:
         self.scheduler = Scheduler(self.manager, self.settings.scheduling)
         self.drafter = self._drafter(draft)
         slots = {model.settings.vision.slot_token} if model.settings.vision else set()
-        unsaid = sorted(tokenizer.unsaid | slots)
+        unsaid = sorted(token for token in tokenizer.unsaid | slots if token < tokenizer.vocab_size)
         self._is_ahead = weight.is_cuda and self.drafter is None
         self.runner = Runner(
             model,
@@ -208,12 +208,18 @@ class Engine:
             raise ConfigError(f"{where}: top_logprobs is out of range; found `{request.top_logprobs}`; give 0 to 20")
         if not request.tokens:
             raise DataError(f"{where}: there is no prompt; found 0 tokens; give at least one")
-        biased = [token for token, _ in request.sampling.bias]
-        wrong = [token for token in (*request.tokens, *biased) if not 0 <= token < model.vocab_size]
+        said = self.tokenizer.vocab_size  # what lies beyond stands for no text and has no logprob
+        tokens = {token: model.vocab_size for token in request.tokens}
+        tokens |= {token: said for token, _ in request.sampling.bias} | dict.fromkeys(
+            request.stop_ids, model.vocab_size
+        )
+        if request.score_prompt:
+            tokens |= dict.fromkeys(request.tokens[1:], said)
+        wrong = [(token, most) for token, most in tokens.items() if not 0 <= token < most]
         if wrong:
             raise DataError(
-                f"prompt: token `{wrong[0]}` is not in the vocabulary; the model has `{model.vocab_size}`; encode the "
-                "prompt with the model's tokenizer"
+                f"{where}: token `{wrong[0][0]}` is not in the vocabulary; the model has `{wrong[0][1]}`; encode with "
+                "the model's tokenizer"
             )
         if len(request.tokens) + request.max_tokens > self.context:
             raise DataError(

@@ -92,7 +92,8 @@ def _adjust(score: Float[Tensor, " V"], draw: Draw) -> None:
     for token, value in how.bias:
         score[token] += value
     if how.repetition_penalty != 1 and (draw.prompt or draw.answer):
-        seen = torch.tensor(sorted({*draw.prompt, *draw.answer}), device=score.device)
+        said = {token for token in (*draw.prompt, *draw.answer) if token < len(score)}
+        seen = torch.tensor(sorted(said), dtype=torch.long, device=score.device)
         own = score[seen]
         score[seen] = torch.where(own > 0, own / how.repetition_penalty, own * how.repetition_penalty)
     if draw.answer and (how.presence_penalty or how.frequency_penalty):

@@ -28,6 +28,7 @@ MARK_OF = {name: chr(0xE000 + number) for number, name in enumerate(MARKS)}
 PRIVATE = b"\xee"  # first byte of the characters that marks are; no text token with it is allowed
 OPEN, CLOSE, SEP = (MARK_OF[name] for name in (xtml.OPEN, xtml.CLOSE, xtml.SEP))
 TYPES = ("string", "number", "boolean", "null", "object", "array")
+LOOSE, STRICT = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"
 COMPACT = {"any_whitespace": False, "separators": (",", ":")}
 
 
@@ -180,11 +181,23 @@ class Guides:
                 return _k2_calls(tools)
             raise ConfigError("structure: this model has no format for tool calls; found none; leave tools out")
         schema = '{"type": "object"}' if structure.kind == "json_object" else structure.text
-        form = grammar.from_json_schema(schema, **COMPACT)
+        form = _json(schema)
         if not self._speaks_xtml:
             return form
         end = f"{CLOSE}response{SEP}{CLOSE}message{SEP}"
         return grammar.concat(form, _words(end))
+
+
+def _json(schema: str) -> Any:
+    """Return the grammar of compact JSON that fits a schema.
+
+    The library lets strings of bounded length hold raw control characters, which JSON forbids; here they may not.
+    """
+    import xgrammar
+
+    form = xgrammar.Grammar.from_json_schema(schema, **COMPACT)
+    text = str(form)
+    return xgrammar.Grammar.from_ebnf(text.replace(LOOSE, STRICT)) if LOOSE in text else form
 
 
 def _words(text: str) -> Any:
@@ -238,7 +251,7 @@ def _xtml_argument(key: str, schema: Any, root: Mapping[str, Any]) -> Any:
                 low, high = part.get("minLength", 0), part.get("maxLength", "")
                 value = grammar.from_ebnf(f"root ::= [^\\uE000-\\uF8FF]{{{low},{high}}}")
         else:
-            value = grammar.from_json_schema(json.dumps(part), **COMPACT)
+            value = _json(json.dumps(part))
         head = _words(f'{OPEN}argument key="{xtml.escape(key)}" type="{kind}"{SEP}')
         forms.append(grammar.concat(head, value, _words(f"{CLOSE}argument{SEP}")))
     return forms[0] if len(forms) == 1 else grammar.union(*forms)
@@ -278,7 +291,7 @@ def _k2_calls(tools: Sequence[Mapping[str, Any]]) -> Any:
             _words(f"{begin}functions.{tool_name(tool)}:"),
             grammar.from_ebnf("root ::= [0-9]{1,3}"),
             _words(arguments),
-            grammar.from_json_schema(json.dumps(tool["function"].get("parameters") or {"type": "object"}), **COMPACT),
+            _json(json.dumps(tool["function"].get("parameters") or {"type": "object"})),
             _words(end),
         )
         for tool in tools

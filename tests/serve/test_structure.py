@@ -1,0 +1,183 @@
+"""Grammars: what a model may write, in its own format, once it has stopped thinking."""
+
+import json
+
+import pytest
+import torch
+
+from triax.data import chat
+from triax.data.chat import k2, xtml
+from triax.data.kimi import KimiTokenizer
+from triax.data.tokenizer import Tokenizer
+from triax.errors import ConfigError
+from triax.serve.request import Structure
+from triax.serve.structure import Guides
+
+TEXT = ['{"city": "Paris", "days": 3, "x": [1, 2.5, true, null]} weather forecast functions.get_weather:0 ' * 20]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "maxLength": 8},
+                    "days": {"type": "integer", "minimum": 1, "maximum": 9},
+                    "unit": {"enum": ["C", "F"]},
+                },
+                "required": ["city", "unit"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}},
+]
+
+
+@pytest.fixture(scope="module")
+def k3():
+    return KimiTokenizer.train(TEXT, 300, "k3")
+
+
+@pytest.fixture(scope="module")
+def moon():
+    return KimiTokenizer.train(TEXT, 300, "k2")
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return Tokenizer.train(TEXT, 290)
+
+
+def write(guide, tokenizer, seed, limit=4000):
+    """Let a random writer choose among allowed tokens until it may end; return what it wrote."""
+    random, written = torch.Generator().manual_seed(seed), []
+    ends = torch.tensor(sorted(tokenizer.ends))
+    for _ in range(limit):
+        (allowed,) = guide.allowed()
+        assert allowed is not None
+        assert allowed.any()
+        if allowed[ends].any():
+            return written
+        choices = allowed.nonzero().squeeze(-1)
+        token = int(choices[torch.randint(len(choices), (), generator=random)])
+        guide.push([token])
+        written.append(token)
+    return None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_forced_call_is_one_that_the_parser_of_k3_reads(k3, seed):
+    after = (k3.control[xtml.CLOSE], *k3.encode("think"), k3.control[xtml.SEP])
+    guide = Guides(k3).guide(Structure("tools", json.dumps(TOOLS), after))
+    assert guide.allowed() == [None], "thinking is free"
+    guide.push([*k3.encode("some thoughts"), *after])
+    written = write(guide, k3, seed)
+    assert written is not None, "strings are bounded, so it ends"
+    reply = chat.xtml_parser(k3).parse([*after, *written, k3.control[xtml.END]], "stop")
+    assert reply.calls
+    for call in reply.calls:
+        arguments = json.loads(call.arguments)
+        if call.name == "weather":
+            assert set(arguments) >= {"city", "unit"}
+            assert arguments["unit"] in ("C", "F")
+            assert len(arguments["city"]) <= 8
+            assert 1 <= arguments.get("days", 1) <= 9
+
+
+def test_a_control_token_cannot_be_spelled_by_text(k3):
+    guide = Guides(k3).guide(Structure("tools", json.dumps(TOOLS)))
+    (allowed,) = guide.allowed()
+    assert allowed.nonzero().squeeze(-1).tolist() == [k3.control[xtml.CLOSE]], "the response closes before the call"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_forced_call_of_k2_has_arguments_that_fit(moon, seed):
+    guide = Guides(moon).guide(Structure("tools", json.dumps(TOOLS[:1])))
+    written = write(guide, moon, seed)
+    assert written is not None
+    assert written[0] == moon.control[k2.SECTION_BEGIN]
+    assert written[-1] == moon.control[k2.SECTION_END]
+    text = moon.decode(written)
+    arguments = json.loads(text.split(k2.CALL_ARGUMENTS)[1].split(k2.CALL_END)[0])
+    assert arguments["unit"] in ("C", "F")
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("family", ["plain", "k3"])
+def test_json_of_a_schema_fits_it_and_has_no_blanks(request, family):
+    tokenizer = request.getfixturevalue(family)
+    guide = Guides(tokenizer).guide(Structure("json_schema", json.dumps(SCHEMA)))
+    written = write(guide, tokenizer, 1)
+    text = tokenizer.decode(written)
+    body = text.split(xtml.CLOSE)[0]
+    value = json.loads(body)
+    assert isinstance(value["a"], int)
+    assert value["b"] in ("x", "y")
+    assert " " not in body
+    if family == "k3":
+        assert text.endswith(f"{xtml.CLOSE}response{xtml.SEP}{xtml.CLOSE}message{xtml.SEP}")
+
+
+def test_masks_for_drafts_are_those_of_going_on_by_them_and_leave_no_trace(plain):
+    guides = Guides(plain)
+    structure = Structure("grammar", 'root ::= "ab" [0-9] "."')
+    tokens = [plain.encode(letter)[0] for letter in "ab7."]
+    guide, other = guides.guide(structure), guides.guide(structure)
+    masks = guide.allowed(tokens[:3])
+    for token, mask in zip(tokens[:3], masks, strict=False):
+        (expected,) = other.allowed()
+        assert torch.equal(mask, expected)
+        other.push([token])
+    assert torch.equal(masks[3], other.allowed()[0])
+    assert torch.equal(guide.allowed()[0], masks[0])
+    wrong = guide.allowed([tokens[3], tokens[0]])
+    assert len(wrong) == 3
+    assert not wrong[0][tokens[3]]
+
+
+def test_a_form_starts_after_a_sequence_of_several_tokens_and_over_a_draft(plain):
+    after = tuple(plain.encode("</x>"))
+    assert len(after) > 1
+    guide = Guides(plain).guide(Structure("json_object", "", after))
+    masks = guide.allowed(after)
+    assert masks[:-1] == [None] * len(after)
+    assert masks[-1] is not None, "the first token after the end of thinking is held already"
+    guide.push(after[:-1])
+    assert guide.allowed() == [None]
+    guide.push(after[-1:])
+    assert torch.equal(guide.allowed()[0], masks[-1])
+    guide.restart(())
+    assert guide.allowed() == [None]
+
+
+def test_strings_of_a_bounded_length_or_a_pattern_hold_no_raw_control_characters(plain):
+    properties = {"a": {"type": "string", "maxLength": 4}, "b": {"type": "string", "pattern": "^[a-c]{2}$"}}
+    schema = {"type": "object", "properties": properties, "required": ["a", "b"]}
+    for seed in range(6):
+        guide = Guides(plain).guide(Structure("json_schema", json.dumps(schema)))
+        value = json.loads(plain.decode(write(guide, plain, seed)))
+        assert len(value["a"]) <= 4
+        assert set(value["b"]) <= set("abc")
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        Structure("json_schema", "{"),
+        Structure("json_schema", '{"type": "objekt"}'),
+        Structure("grammar", "root ::= ("),
+        Structure("tools", "[]"),
+        Structure("tools", json.dumps(TOOLS)),
+    ],
+)
+def test_what_cannot_be_held_to_is_refused(plain, structure):
+    with pytest.raises(ConfigError, match="structure"):
+        Guides(plain).guide(structure)
