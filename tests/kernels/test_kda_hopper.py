@@ -4,7 +4,7 @@ import re
 import subprocess
 from contextlib import nullcontext
 from ctypes import c_float, c_int, c_longlong
-from importlib.util import find_spec
+from importlib import import_module
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -27,7 +27,12 @@ FROM_RAW = (("GATE", "bf16"), ("BETAS", "bf16"), ("RAW", 1))
 
 
 def compiler_installed():
-    return nvrtc.is_available() and find_spec("nvidia") is not None
+    if not nvrtc.is_available():
+        return False
+    try:
+        return bool(import_module("cuda.bindings.nvrtc").nvrtcVersion())
+    except RuntimeError:  # the bindings are here, the library they bind is not
+        return False
 
 
 def walk(name, tiles, keep, maps):
