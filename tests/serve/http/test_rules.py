@@ -84,7 +84,7 @@ CASES = {
     "effort xhigh": ({"thinking": {"effort": "xhigh"}}, "reasoning_effort"),
     "keeping the last thinking only": ({"thinking": {"keep": "last"}}, "thinking.keep"),
     "another mode of thinking": ({"thinking": {"type": "maybe"}}, "thinking.type"),
-    "unknown field": ({"temprature": 1}, "temprature"),
+    "unknown field": ({"warmth": 1}, "warmth"),
     "unknown field of the template": ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
     "temperature as text": ({"temperature": "1"}, "temperature"),
     "temperature too high": ({"temperature": 2.5}, "temperature"),
