@@ -18,8 +18,9 @@ from triax.sandbox.backend.qemu import disk, snapshot
 from triax.sandbox.backend.qemu.egress import Rules
 from triax.sandbox.backend.qemu.ground import Accelerator, Ground
 from triax.sandbox.backend.qemu.launch import PROGRAM, Emulator, Hardware, state_pipe
-from triax.sandbox.backend.qemu.machine import Parts, QemuMachine
+from triax.sandbox.backend.qemu.machine import QemuMachine
 from triax.sandbox.backend.qemu.memory import PAGE, region
+from triax.sandbox.backend.qemu.parts import Parts
 from triax.sandbox.backend.qemu.saving import join_memory, save
 from triax.sandbox.guest.build import cache_folder
 from triax.sandbox.guest.channel import Channel

@@ -10,13 +10,13 @@ import struct
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from triax.errors import SandboxError
 from triax.sandbox.backend.qemu.egress import PROXY_PORT, Egress, Exposed
 from triax.sandbox.backend.qemu.launch import Emulator
+from triax.sandbox.backend.qemu.parts import Parts
 from triax.sandbox.backend.tree import refusal as file_refusal
 from triax.sandbox.command import sane_path, variables, words
 from triax.sandbox.guest.channel import AgentRefusal, Channel, Stream
@@ -32,29 +32,6 @@ ANSWER_S = 60.0
 SILENCE_S = 60.0
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 RECORD = struct.Struct("<IIIIQQ")
-
-
-@dataclass(slots=True)
-class Parts:
-    """The files of a machine, all in its own folder.
-
-    Args:
-        folder: Where they lie.
-        memory: What its memory is mapped from.
-        base: The image its disk stands on.
-        layers: Layers of the disk, lowest first; the last is the one that is written.
-        disk_bytes: Size of the disk.
-    """
-
-    folder: Path
-    memory: Path
-    base: Path
-    layers: list[Path] = field(default_factory=list)
-    disk_bytes: int = 0
-
-    def new_layer(self) -> Path:
-        """Return a name for another layer."""
-        return self.folder / f"layer-{len(self.layers)}.qcow2"
 
 
 class QemuMachine:

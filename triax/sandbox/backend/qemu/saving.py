@@ -8,8 +8,9 @@ from pathlib import Path
 
 from triax.errors import SandboxError
 from triax.sandbox.backend.qemu import disk, snapshot
-from triax.sandbox.backend.qemu.machine import Parts, QemuMachine
+from triax.sandbox.backend.qemu.machine import QemuMachine
 from triax.sandbox.backend.qemu.memory import Pages, capture, region
+from triax.sandbox.backend.qemu.parts import Parts
 
 MOST_PAGE_FILES = 8
 
