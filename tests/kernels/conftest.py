@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +75,29 @@ def compile_for_hopper(wanted):
 @pytest.fixture(scope="session")
 def hopper():
     return compile_for_hopper
+
+
+@pytest.fixture(scope="session")
+def assembled(tmp_path_factory):
+    """Compile CUDA C++ to machine code and read it back: `assembled(source, defines)`."""
+    nvcc = shutil.which("nvcc")
+    disassembler = Path(pytest.importorskip("triton").__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if nvcc is None:
+        pytest.skip("needs nvcc to compile CUDA C++ without a GPU; found none")
+
+    def compile(source, defines):
+        folder = tmp_path_factory.mktemp("cuda")
+        text = folder / "kernel.cu"
+        text.write_text("#define __CUDACC_RTC__\n" + source)
+        code = folder / "kernel.cubin"
+        macros = [f"-D{name}={value}" for name, value in defines]
+        target = ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-cubin", "-w"]
+        subprocess.run([nvcc, *target, *macros, text, "-o", code], check=True)
+
+        def shown(what):
+            return subprocess.run([disassembler, what, code], capture_output=True, text=True).stdout
+
+        registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", shown("--dump-resource-usage")).groups())
+        return Compiled(registers, stack, 0, shown("--dump-sass"))
+
+    return compile

@@ -178,6 +178,7 @@ def on_host(monkeypatch, tmp_path_factory):
 
     monkeypatch.setattr(fused, "_function", load)
     monkeypatch.setattr(fused, "resident", lambda *_: 2)
+    monkeypatch.setattr(fused, "THREADS", 64)  # of the operating system's, so few
     monkeypatch.setattr(fused.nvrtc, "launch", launch)
     monkeypatch.setattr(fused.nvrtc, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
@@ -224,6 +225,27 @@ def test_the_cuda_source_run_on_a_cpu_gives_the_definition(on_host, K, V, lowest
     assert torch.equal(pending.state, stepped.state)
     assert torch.equal(pending.window, stepped.window)
     assert torch.equal(read, on_host.verify(second, w, replayed, slot, None, None)[0])
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize(
+    ("count", "before", "writes", "spilled"), [(1, 0, True, 0), (9, 9, False, 16), (9, 0, False, 64)]
+)
+def test_the_cuda_source_compiles_for_hopper_with_two_blocks_a_multiprocessor(
+    assembled, count, before, writes, spilled
+):
+    from triax.kernels.kda import fused
+
+    kinds = {"stream": torch.bfloat16, "state": torch.float32, "window": torch.bfloat16}
+    defines = fused.macros(128, 128, 4, count, before, **kinds, bounded=True, writes=writes)
+    code = assembled(fused.SOURCE.read_text(), defines)
+    assert code.registers <= 128
+    assert code.stack <= spilled  # bytes a thread; what is kept there is read once a row and head
+    assert "UBLKCP" in code.sass  # the copy engine brings states
+    assert (
+        2 * (fused.shared_bytes(fused.macros(128, 128, 4, 9, 0, **kinds, bounded=True, writes=False)) + 1024)
+        < 228 * 1024
+    )
 
 
 @pytest.mark.gpu

@@ -73,6 +73,19 @@ def test_parts_fill_the_last_wave_of_programs():
     assert split.splits(1, 1, 132) == 1
 
 
+@pytest.mark.kernel
+@pytest.mark.parametrize("columns", [96, 64, 16])
+def test_the_hopper_kernel_compiles_to_products_that_wait_for_nothing(assembled, columns):
+    hopper = pytest.importorskip("triax.kernels.mla.hopper")
+    slots = hopper.ring_slots(columns)
+    defines = (("HEADS", columns), ("SLOTS", slots), ("INFINITY", "__int_as_float(0x7f800000)"))
+    code = assembled(hopper.products(columns) + hopper.SOURCE.read_text(), defines)
+    assert code.stack <= 8  # bytes of registers spilled, a thread
+    assert code.sass.count("HGMMA") >= 24
+    assert code.sass.count("WARPGROUP.DEPBAR") <= 8  # where the assembler loses sight of a product, it waits after each
+    assert hopper.shared_bytes(columns, slots) <= 227 * 1024
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("H", [1, 8, 24, 96, 128])
 @pytest.mark.parametrize(("lengths", "W"), [([1, 64, 3000, 0, 129], 1), ([4097], 3), ([70] * 40, 2)])

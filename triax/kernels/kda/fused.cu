@@ -1,10 +1,10 @@
 // Decode and verify: a block works on one row and head after another, the state in registers, 4 columns a thread, while
 // the copy engine brings the next one's state and inputs to shared memory.
 //
-// Compiled with K and V (sizes of a head), TAPS, TOKENS (walked over), PENDING (at most written before), MIXES (convolve
-// before, normalise after), BOUNDED (kind of decay gate), WRITES (the walk's end is the new state), and the number
-// formats X (streams), E (state), W (window). Every sum has one order and every rounding is spelled out, so that tokens
-// tried and written later leave the bits of tokens written at once.
+// Compiled with K and V (sizes of a head), TAPS, THREADS (of a block, at least K), TOKENS (walked over), PENDING (at most
+// written before), MIXES (convolve before, normalise after), BOUNDED (kind of decay gate), WRITES (the walk's end is the
+// new state), and the number formats X (streams), E (state), W (window). Every sum has one order and every rounding is
+// spelled out, so that tokens tried and written later leave the bits of tokens written at once.
 
 typedef long long i64;
 
@@ -40,18 +40,15 @@ __device__ inline void copy_in(void *to, const void *from, int bytes, i64 *barri
                  "l"(from), "r"(bytes), "r"(shared_address(barrier))
                  : "memory");
 }
-__device__ inline void copy_16(void *to, const void *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 #endif
 
-constexpr int THREADS = 256, WARPS = THREADS / 32, LANES = V / 4, GROUPS = THREADS / LANES, ROWS = K / GROUPS;
+constexpr int WARPS = THREADS / 32, LANES = V / 4, GROUPS = THREADS / LANES, ROWS = K / GROUPS;
 constexpr int PAST = TAPS - 1, MIXED = 2 * K + V, RAW = MIXED + K + (MIXES ? V : 0);
 constexpr int OWN = (MIXED + THREADS - 1) / THREADS;  // channels of the convolution that a thread owns
 constexpr int STRIP = ROWS % 4 == 0 ? 4 : ROWS % 2 == 0 ? 2 : 1;
 constexpr int MOST = TOKENS > PENDING ? TOKENS : PENDING;
-constexpr int STATE_BYTES = K * V * sizeof(E);
+constexpr int STATE_BYTES = K * V * sizeof(E), RAW_BYTES = TOKENS * RAW * sizeof(X);
+constexpr int WINDOW_BYTES = MIXES ? PAST * MIXED * sizeof(W) : 0;
 static_assert(ROWS * GROUPS == K && LANES * 4 == V, "sizes must split evenly");
 
 struct Vector {
@@ -98,9 +95,8 @@ __device__ inline Vector stored(Vector x, const E *kind) {
 __device__ inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 __device__ inline float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
-// Sum over 16 lanes; half a warp works on one token.
-__device__ inline float sum_of_half(float x) {
-    for (int distance = 8; distance; distance /= 2) x = __fadd_rn(x, __shfl_xor_sync(0xffffffffu, x, distance));
+__device__ inline float sum_of_warp(float x) {
+    for (int distance = 16; distance; distance /= 2) x = __fadd_rn(x, __shfl_xor_sync(0xffffffffu, x, distance));
     return x;
 }
 
@@ -113,32 +109,32 @@ struct Inputs {
     int H;
 };
 
-// Start the copies of what row n and head h needs: the state as one piece, the rest in pieces of 16 bytes.
+// Start the copies of what row n and head h needs; the lanes of one warp share them out.
 __device__ inline void fetch(const Inputs &in, i64 n, i64 h, i64 place, E *state, X *raw, W *window, i64 *barrier) {
-    if (threadIdx.x == 0) {
-        barrier_expect(barrier, place == 0 ? 0 : STATE_BYTES);
-        if (place > 0) copy_in(state, in.state + place * in.state_slot + h * K * V, STATE_BYTES, barrier);
-    }
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) barrier_expect(barrier, place == 0 ? 0 : STATE_BYTES + RAW_BYTES + WINDOW_BYTES);
+    __syncwarp();
     if (place == 0) return;
-    constexpr int OF_X = 16 / sizeof(X), OF_W = 16 / sizeof(W);
-    const X *const mixed = in.mixed + n * in.xn + h * K, *const values = in.mixed + n * in.xn + 2 * in.H * K + h * V;
-    const X *const decay = in.decay + n * in.dn + h * in.dh - MIXED;
-    const X *const gate = in.gate + n * in.gn + h * in.gh - MIXED - K;
-    for (int i = threadIdx.x * OF_X; i < TOKENS * RAW; i += THREADS * OF_X) {
-        const int t = i / RAW, c = i % RAW;
-        const X *const from = c < K           ? mixed + t * in.xt
-                              : c < 2 * K     ? mixed + t * in.xt + (in.H - 1) * K
-                              : c < MIXED     ? values + t * in.xt - 2 * K
-                              : c < MIXED + K ? decay + t * in.dt
-                                              : gate + t * in.gt;
-        copy_16(raw + i, from + c);
+    if (lane == 0) copy_in(state, in.state + place * in.state_slot + h * K * V, STATE_BYTES, barrier);
+    for (int i = lane; i < TOKENS * 5; i += 32) {
+        const int t = i / 5, part = i % 5;
+        X *const to = raw + t * RAW;
+        const X *const mixed = in.mixed + n * in.xn + t * in.xt;
+        if (part == 0) copy_in(to, mixed + h * K, K * sizeof(X), barrier);
+        if (part == 1) copy_in(to + K, mixed + (in.H + h) * K, K * sizeof(X), barrier);
+        if (part == 2) copy_in(to + 2 * K, mixed + 2 * in.H * K + h * V, V * sizeof(X), barrier);
+        if (part == 3) copy_in(to + MIXED, in.decay + n * in.dn + t * in.dt + h * in.dh, K * sizeof(X), barrier);
+        if (part == 4 && MIXES)
+            copy_in(to + MIXED + K, in.gate + n * in.gn + t * in.gt + h * in.gh, V * sizeof(X), barrier);
     }
     if (MIXES) {
-        const W *const from = in.window + place * in.window_slot;
-        for (int i = threadIdx.x * OF_W; i < PAST * MIXED; i += THREADS * OF_W) {
-            const int j = i / MIXED, c = i % MIXED;
-            const i64 of_head = c < K ? h * K : c < 2 * K ? (in.H + h - 1) * K : 2 * in.H * K + h * V - 2 * K;
-            copy_16(window + i, from + i64(j) * in.H * MIXED + of_head + c);
+        for (int i = lane; i < PAST * 3; i += 32) {
+            const int j = i / 3, part = i % 3;
+            W *const to = window + j * MIXED + part * K;
+            const W *const from = in.window + place * in.window_slot + i64(j) * in.H * MIXED;
+            if (part == 0) copy_in(to, from + h * K, K * sizeof(W), barrier);
+            if (part == 1) copy_in(to, from + (in.H + h) * K, K * sizeof(W), barrier);
+            if (part == 2) copy_in(to, from + 2 * in.H * K + h * V, V * sizeof(W), barrier);
         }
     }
 }
@@ -158,7 +154,7 @@ walk(const X *mixed, const X *decay, const X *beta, const X *gate, const float *
     float *const su = sg + (MIXES ? TOKENS * V : 0), *const partial = su + V, *const gain = partial + 2 * GROUPS * V;
     float *const dots = gain + V, *const shares = dots + (MOST + 3) / 4 * 4;
     i64 *const barrier = reinterpret_cast<i64 *>(shares + (MOST + 3) / 4 * 4);
-    const int thread = threadIdx.x, lane = thread % 16;
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int group = thread / LANES, column = thread % LANES * 4, channels = H * MIXED;
     const Inputs in = {mixed, decay, gate, xn, xt, dn, dt, dh, gn, gt, gh, state, window, state_slot, window_slot, H};
 
@@ -168,7 +164,7 @@ walk(const X *mixed, const X *decay, const X *beta, const X *gate, const float *
     if (MIXES && TOKENS > 0)
         for (int c = thread; c < V; c += THREADS) gain[c] = norm[c];
     __syncthreads();
-    fetch(in, item / H, item % H, place, next_state, raw, next_window, barrier);
+    if (warp == 0) fetch(in, item / H, item % H, place, next_state, raw, next_window, barrier);
 
     for (; item < items; item += gridDim.x) {
         const i64 n = item / H, h = item % H;
@@ -181,7 +177,7 @@ walk(const X *mixed, const X *decay, const X *beta, const X *gate, const float *
         float taps[OWN][TAPS], head_rate = 0.0f, channel_bias = 0.0f;
         if (TOKENS > 0) {
             head_rate = __expf(rate[h]);
-            channel_bias = bias[h * K + thread % K];
+            if (thread < K) channel_bias = bias[h * K + thread];
             if (MIXES) {
 #pragma unroll
                 for (int i = 0; i < OWN; i++) {
@@ -192,8 +188,7 @@ walk(const X *mixed, const X *decay, const X *beta, const X *gate, const float *
                 }
             }
         }
-        wait_for_copies();
-        __syncthreads();  // the item before is finished with shared memory, and this one's inputs are there
+        __syncthreads();  // the item before is finished with shared memory
         if (PENDING > 0 && place > 0) {
             for (int i = thread; i < count * K; i += THREADS) {
                 const i64 at = ((n * PENDING + i / K) * H + h) * K + i % K;
@@ -208,7 +203,7 @@ walk(const X *mixed, const X *decay, const X *beta, const X *gate, const float *
 
         Vector S[ROWS];
         E *const cell = state + place * state_slot + h * K * V + i64(group) * ROWS * V + column;
-        if (PENDING > 0 && place > 0) {
+        if (place > 0) {
 #pragma unroll
             for (int r = 0; r < ROWS; r++) S[r] = read_vector(next_state + (group * ROWS + r) * V + column);
         }
@@ -274,45 +269,39 @@ walk(const X *mixed, const X *decay, const X *beta, const X *gate, const float *
                         read_number(raw + t * RAW + c);
                 }
             }
-            for (int t = thread / K; t < TOKENS; t += THREADS / K) {
-                const int c = thread % K;
-                const float z = __fadd_rn(read_number(raw + t * RAW + MIXED + c), channel_bias);
-                const float a = __expf(BOUNDED ? lowest * sigmoid(head_rate * z) : -head_rate * softplus(z));
-                sa[t * K + c] = a;
-                if (!WRITES) kept[((n * TOKENS + t) * H + h) * K + c] = a;
+            if (thread < K) {
+                for (int t = 0; t < TOKENS; t++) {
+                    const float z = __fadd_rn(read_number(raw + t * RAW + MIXED + thread), channel_bias);
+                    const float a = __expf(BOUNDED ? lowest * sigmoid(head_rate * z) : -head_rate * softplus(z));
+                    sa[t * K + thread] = a;
+                    if (!WRITES) kept[((n * TOKENS + t) * H + h) * K + thread] = a;
+                }
             }
-        }
-        if (PENDING == 0 && place > 0) {  // as late as possible, for the registers' sake
-#pragma unroll
-            for (int r = 0; r < ROWS; r++) S[r] = read_vector(next_state + (group * ROWS + r) * V + column);
         }
         __syncthreads();
         // All of the stage is read: the next item may come.
-        if (next < items) fetch(in, next / H, next % H, next_place, next_state, raw, next_window, barrier);
+        if (warp == 0 && next < items) fetch(in, next / H, next % H, next_place, next_state, raw, next_window, barrier);
 
         if (place > 0 && TOKENS > 0) {
-            for (int t0 = 0; t0 < TOKENS; t0 += 2 * WARPS) {
-                const int t = min(t0 + thread / 16, TOKENS - 1);
-                const bool on = t0 + thread / 16 < TOKENS;
+            for (int t = warp; t < TOKENS; t += WARPS) {
                 const float share = sigmoid(read_number(beta + n * bn + t * bt + h * bh));
                 float of_query = 0.0f, of_key = 0.0f, dot = 0.0f;
-                for (int c = lane; c < K; c += 16) {
+                for (int c = lane; c < K; c += 32) {
                     const float q = sq[t * K + c], k = sk[t * K + c];
                     of_query = __fmaf_rn(q, q, of_query);
                     of_key = __fmaf_rn(k, k, of_key);
                     dot = __fmaf_rn(q, k, dot);
                 }
-                const float unit = __fmul_rn(rsqrtf(sum_of_half(of_query) + 1e-6f), rsqrtf(float(K)));
-                const float key_unit = rsqrtf(sum_of_half(of_key) + 1e-6f);
-                dot = __fmul_rn(__fmul_rn(sum_of_half(dot), unit), key_unit);
-                for (int c = lane; c < K; c += 16) {
-                    if (!on) break;
+                const float unit = __fmul_rn(rsqrtf(sum_of_warp(of_query) + 1e-6f), rsqrtf(float(K)));
+                const float key_unit = rsqrtf(sum_of_warp(of_key) + 1e-6f);
+                dot = __fmul_rn(__fmul_rn(sum_of_warp(dot), unit), key_unit);
+                for (int c = lane; c < K; c += 32) {
                     sq[t * K + c] = __fmul_rn(sq[t * K + c], unit);
                     const float k = __fmul_rn(sk[t * K + c], key_unit);
                     sk[t * K + c] = k;
                     if (!WRITES) key[((n * TOKENS + t) * H + h) * K + c] = k;
                 }
-                if (on && lane == 0) {
+                if (lane == 0) {
                     dots[t] = dot;
                     shares[t] = share;
                 }
@@ -374,16 +363,14 @@ walk(const X *mixed, const X *decay, const X *beta, const X *gate, const float *
                 for (int r = 0; r < ROWS; r++) write_vector(cell + r * V, S[r]);
             }
             __syncthreads();
-            for (int t0 = 0; t0 < TOKENS; t0 += 2 * WARPS) {
-                const int t = min(t0 + thread / 16, TOKENS - 1);
-                const bool on = t0 + thread / 16 < TOKENS;
+            for (int t = warp; t < TOKENS; t += WARPS) {
                 float scale = 1.0f;
                 if (MIXES) {
                     float squares = 0.0f;
-                    for (int c = lane; c < V; c += 16) squares = __fmaf_rn(so[t * V + c], so[t * V + c], squares);
-                    scale = rsqrtf(__fmaf_rn(sum_of_half(squares), 1.0f / V, eps));
+                    for (int c = lane; c < V; c += 32) squares = __fmaf_rn(so[t * V + c], so[t * V + c], squares);
+                    scale = rsqrtf(__fmaf_rn(sum_of_warp(squares), 1.0f / V, eps));
                 }
-                for (int c = lane; c < V && on; c += 16) {
+                for (int c = lane; c < V; c += 32) {
                     float x = so[t * V + c];
                     if (MIXES) x = __fmul_rn(__fmul_rn(__fmul_rn(x, scale), gain[c]), sg[t * V + c]);
                     write_number(read + ((n * TOKENS + t) * H + h) * V + c, x);

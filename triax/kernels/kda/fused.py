@@ -128,6 +128,7 @@ def macros(
         ("K", channels),
         ("V", width),
         ("TAPS", taps),
+        ("THREADS", THREADS),
         ("TOKENS", tokens),
         ("PENDING", pending),
         ("MIXES", int(window is not None)),

@@ -13,6 +13,7 @@ from triax.kernels import device
 
 WIDEST = 1024
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MOST_PARTS = 64
 LOG2_E = 1.4426950408889634
 NOTHING = tl.constexpr(-1e30)
 """The largest logit of no latents: finite, so that differences are numbers."""
@@ -80,7 +81,7 @@ def join(part, summary, read, H, S, V: tl.constexpr, BV: tl.constexpr, BS: tl.co
     row = program // H
     h = program % H
     s = tl.arange(0, BS)
-    v = tl.arange(0, BV)
+    v = tl.program_id(1) * BV + tl.arange(0, BV)
     slot = (row * S + s) * H + h
     largest = tl.load(summary + slot * 2, mask=s < S, other=NOTHING)
     mass = tl.load(summary + slot * 2 + 1, mask=s < S, other=0.0)
@@ -111,7 +112,7 @@ def splits(rows: int, pages: int, processors: int) -> int:
         pages: Most pages of a row.
         processors: Programs that run at once.
     """
-    most = max(1, min(pages, 32, 4 * processors // max(rows, 1)))
+    most = max(1, min(pages, MOST_PARTS, 4 * processors // max(rows, 1)))
     # A part costs its queries' load besides its pages: about a page and a half.
     return min(range(1, most + 1), key=lambda s: -(-rows * s // processors) * (pages / s + 1.5))
 
@@ -170,10 +171,10 @@ def workspace(
 def joined(part: Float[Tensor, "N W S H V"], summary: Float[Tensor, "R S H two"]) -> Float[Tensor, "N W H V"]:
     """Weigh the parts by their sums."""
     count, queries, parts, heads, value_dim = part.shape
-    read = part.new_empty(count, queries, heads, value_dim)
+    read, block = part.new_empty(count, queries, heads, value_dim), 128
     device.launch(
-        join, (count * queries * heads,), part, summary, read, heads, parts,
-        V=value_dim, BV=triton.next_power_of_2(value_dim), BS=triton.next_power_of_2(parts), num_warps=4,
+        join, (count * queries * heads, -(-value_dim // block)), part, summary, read, heads, parts,
+        V=value_dim, BV=block, BS=triton.next_power_of_2(parts), num_warps=4,
     )  # fmt: skip
     return read
 
