@@ -1,6 +1,7 @@
 """The layer that remembers by correcting itself: Kimi Delta Attention."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -11,6 +12,8 @@ from triax.config import model as config
 from triax.kernels import rms_norm
 from triax.kernels.kda import kda, stepped
 from triax.kernels.kda.decode import step, verify
+from triax.kernels.kda.raw import kda_from_raw
+from triax.kernels.kda.reference import KdaResult
 from triax.kernels.kda.slots import UNIT_EPS, Projected, Slots, Weights
 from triax.kernels.linear import linear
 from triax.kernels.short_conv import gathered, short_conv
@@ -90,12 +93,26 @@ class KDA(KeepsFp32):
                 window = cache.window
             mixed, window = short_conv(inputs.mixed, self._kernels(), window, layout.starts)
             state = cache.state if cache is not None else None
-            result = kda(*self._activate(mixed, inputs), state, layout.starts, lowest_log_decay=self._lowest())
+            result = self._walk(mixed, inputs, state, layout.starts)
             if cache is not None:
                 cache.state, cache.window = result.state.detach(), window.detach().to(cache.window.dtype)
             read = result.read
         gated = rms_norm.gated(read, inputs.gate, self.norm.weight, self.norm.eps, hidden.dtype)
         return self.output(gated.flatten(-2))
+
+    def _walk(
+        self,
+        mixed: Float[Tensor, "T C"],
+        inputs: Projected,
+        state: Float[Tensor, "N H K V"] | None,
+        starts: Sequence[int],
+    ) -> KdaResult:
+        if not (mixed.is_cuda and self.settings.decay.kind == "bounded"):
+            return kda(*self._activate(mixed, inputs), state, starts, lowest_log_decay=self._lowest())
+        heads = self.settings.num_heads
+        query, key, value = mixed.unflatten(-1, (3, heads, -1)).unbind(1)
+        raw = (query, key, value, inputs.decay, inputs.beta, self.decay_rate, self.decay_bias.view(heads, -1))
+        return kda_from_raw(*raw, state, starts, lowest_log_decay=self._lowest())
 
     def _project(self, hidden: Tensor) -> Projected:
         heads = (self.settings.num_heads, self.settings.head_dim)
