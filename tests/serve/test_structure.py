@@ -172,7 +172,7 @@ def test_strings_of_a_bounded_length_or_a_pattern_hold_no_raw_control_characters
     "structure",
     [
         Structure("json_schema", "{"),
-        Structure("json_schema", '{"type": "objekt"}'),
+        Structure("json_schema", '{"type": "thing"}'),
         Structure("grammar", "root ::= ("),
         Structure("tools", "[]"),
         Structure("tools", json.dumps(TOOLS)),

@@ -561,6 +561,11 @@ class Engine:
 
 
 def _check_products(model: Decoder) -> None:
+    if model.embed.weight.is_cuda:
+        raise UnsupportedError(
+            "engine: deterministic mode is a promise about processors; found a GPU, whose libraries choose by the "
+            "shape of a batch; use the device `cpu`, or run without is_deterministic"
+        )
     shapes = {(w.shape[1], w.shape[0], w.dtype, str(w.device)) for w in model.parameters() if w.dim() == 2}
     uneven = [shape for shape in shapes if not shape[0] % tiled.ALIGNED and not tiled.is_even(*shape)]
     if uneven:

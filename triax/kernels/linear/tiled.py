@@ -32,8 +32,6 @@ def linear(
     tiles = flat.reshape(-1, ROWS, columns)
     if len(tiles) == 0:
         product = flat.new_zeros(0, len(weight))
-    elif flat.is_cuda:  # there the library also looks at the number of tiles
-        product = torch.cat([tile @ weight.T for tile in tiles])
     else:
         product = torch.bmm(tiles, weight.T.expand(len(tiles), -1, -1)).flatten(0, 1)
     product = product[:rows].view(*hidden.shape[:-1], len(weight))

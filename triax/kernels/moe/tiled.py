@@ -57,10 +57,7 @@ def _multiply(tiles: Tensor, work: list[tuple[int, int]], weight: Tensor) -> Ten
     parts, first = [], 0
     for expert, count in work:
         rows = tiles[first : first + count * ROWS].view(count, ROWS, -1)
-        if tiles.is_cuda:
-            parts += [tile @ weight[expert].T for tile in rows]
-        else:
-            parts.append(torch.bmm(rows, weight[expert].T.expand(count, -1, -1)).flatten(0, 1))
+        parts.append(torch.bmm(rows, weight[expert].T.expand(count, -1, -1)).flatten(0, 1))
         first += count * ROWS
     product = torch.cat(parts)
     return F.pad(product, (0, 0, 0, len(tiles) - len(product)))
