@@ -192,6 +192,17 @@ ARGUMENTS = (
 
 
 @pytest.mark.kernel
+def test_what_the_kernel_cannot_take_is_refused_by_name(on_host):
+    slot = torch.tensor([1])
+    with pytest.raises(UnsupportedError, match="head sizes `48` and `48`"):
+        on_host.step(tokens(1, K=48, V=48), weights(K=48, V=48), slots(2, K=48, V=48), slot)
+    with pytest.raises(UnsupportedError, match=r"windows of dtype `torch\.float16`"):
+        on_host.step(tokens(1), weights(), slots(2, window=torch.float16), slot)
+    with pytest.raises(UnsupportedError, match=r"dtypes `torch\.float32`, `torch\.float64`"):
+        on_host.step(tokens(1, dtype=torch.float64), weights(), slots(2), slot)
+
+
+@pytest.mark.kernel
 @pytest.mark.parametrize(
     ("K", "V", "lowest", "dtype"),
     [(64, 32, SOFTPLUS, torch.float32), (32, 64, BOUNDED, torch.bfloat16)],

@@ -57,7 +57,7 @@ def step(inputs: Projected, weights: Weights, slots: Slots, slot: Int[Tensor, " 
     Source: K3 report (arXiv 2607.24653) section 5.4.2.
     """
     _check("step", inputs, weights, slots, slot, 1)
-    return _form(slots.state, *inputs).step(inputs, weights, slots, slot)
+    return _form(slots.state, *inputs, window=slots.window).step(inputs, weights, slots, slot)
 
 
 def recur(
@@ -108,7 +108,7 @@ def verify(
     _check("verify", inputs, weights, slots, slot, 2)
     if (pending is None) != (accepted is None):
         raise ValueError("kernels.kda.verify: `pending` and `accepted` belong together; found one; give both or none")
-    return _form(slots.state, *inputs).verify(inputs, weights, slots, slot, pending, accepted)
+    return _form(slots.state, *inputs, window=slots.window).verify(inputs, weights, slots, slot, pending, accepted)
 
 
 def replay(records: Records, accepted: Int[Tensor, " N"], slots: Slots, slot: Int[Tensor, " N"]) -> None:
@@ -120,16 +120,16 @@ def replay(records: Records, accepted: Int[Tensor, " N"], slots: Slots, slot: In
         slots: Memory; the rows' slots are updated in place.
         slot: Slot of each row, all different; 0 marks a padding row.
     """
-    _form(slots.state, records.mixed).replay(records, accepted, slots, slot)
+    _form(slots.state, records.mixed, window=slots.window).replay(records, accepted, slots, slot)
 
 
-def _form(state: Tensor, *streams: Tensor) -> Any:
+def _form(state: Tensor, *streams: Tensor, window: Tensor | None = None) -> Any:
     """Choose the kernel on a GPU, the definition elsewhere and where `TRIAX_KERNELS=reference` asks for it."""
     if not state.is_cuda or os.environ.get("TRIAX_KERNELS") == "reference":
         return stepping
     from triax.kernels.kda import fused
 
-    reason = fused.unsupported(state, *streams)
+    reason = fused.unsupported(state, *streams, window=window)
     if reason is None:
         return fused
     warnings.warn(f"kernels.kda.decode: no GPU kernel for {reason}; torch operations run instead", stacklevel=3)

@@ -22,13 +22,15 @@ THREADS = 256
 ALIGNMENT = 16  # bytes that the copy engine moves at least
 
 
-def unsupported(state: Tensor, *streams: Tensor) -> str | None:
+def unsupported(state: Tensor, *streams: Tensor, window: Tensor | None = None) -> str | None:
     """Say what of these inputs the kernel cannot take, if anything."""
     channels, width = state.shape[2:]
     if not nvrtc.is_available():
         return "an installation without `cuda-bindings`"
     if state.dtype not in DTYPES or any(x.dtype not in DTYPES for x in streams) or len({x.dtype for x in streams}) > 1:
         return f"dtypes {', '.join(sorted({f'`{x.dtype}`' for x in (state, *streams)}))}"
+    if window is not None and window.dtype not in DTYPES:
+        return f"windows of dtype `{window.dtype}`"
     if channels not in SIZES or width not in SIZES or channels * width > LARGEST:
         return f"head sizes `{channels}` and `{width}`"
     if streams[0].dim() == 3 and streams[0].shape[1] > MOST_TOKENS:
@@ -42,7 +44,7 @@ def step(inputs: Projected, weights: Weights, slots: Slots, slot: Int[Tensor, " 
     Raises:
         UnsupportedError: The kernel has no form for these dtypes or head sizes.
     """
-    _require(slots.state, *inputs)
+    _require(slots.state, *inputs, window=slots.window)
     read = torch.empty_like(inputs.gate, memory_format=torch.contiguous_format)
     inputs = Projected(*(part[:, None] for part in inputs))
     _walk(inputs, weights, slots.state, slots.window, slot, read, None, None, None)
@@ -77,7 +79,7 @@ def verify(
     Raises:
         UnsupportedError: The kernel has no form for these dtypes or head sizes.
     """
-    _require(slots.state, *inputs)
+    _require(slots.state, *inputs, window=slots.window)
     read = torch.empty_like(inputs.gate, memory_format=torch.contiguous_format)
     exact = {"device": read.device, "dtype": torch.float32}
     keys, values = inputs.decay.shape, inputs.gate.shape
@@ -94,7 +96,7 @@ def replay(records: Records, accepted: Int[Tensor, " N"], slots: Slots, slot: In
     Raises:
         UnsupportedError: The kernel has no form for these dtypes or head sizes.
     """
-    _require(slots.state, records.mixed)
+    _require(slots.state, records.mixed, window=slots.window)
     _walk(None, None, slots.state, slots.window, slot, None, None, records, accepted)
 
 
@@ -235,8 +237,8 @@ def _copyable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and not any(step % ALIGNMENT for step in steps) else x.contiguous()
 
 
-def _require(state: Tensor, *streams: Tensor) -> None:
-    reason = unsupported(state, *streams)
+def _require(state: Tensor, *streams: Tensor, window: Tensor | None = None) -> None:
+    reason = unsupported(state, *streams, window=window)
     if reason is not None:
         raise UnsupportedError(
             f"kernels.kda.fused: no kernel for {reason}; head sizes are {SIZES} with at most {LARGEST} numbers a "
