@@ -51,14 +51,14 @@ class Served:
         return f"@{name}"
 
     def client(self, key: str = "none", **options) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30, **options)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120, **options)
 
     def post(self, path: str, tree: object, **options) -> httpx.Response:
         headers = {"content-type": "application/json"} | options.pop("headers", {})
-        return httpx.post(f"{self.url}{path}", content=json.dumps(tree), headers=headers, timeout=30, **options)
+        return httpx.post(f"{self.url}{path}", content=json.dumps(tree), headers=headers, timeout=120, **options)
 
     def get(self, path: str, **options) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", timeout=30, **options)
+        return httpx.get(f"{self.url}{path}", timeout=120, **options)
 
     def last(self) -> dict:
         """What the engine got last."""

@@ -114,7 +114,7 @@ def test_an_operator_pauses_updates_and_resumes(start, ask, tmp_path):
     client.start()
     until(lambda: figure(server, "triax_engine_running") == 1)
     assert server.post("/admin/pause", {"mode": "abort"}, headers=boss).json() == {"status": "paused", "mode": "abort"}
-    client.join(10)
+    client.join(60)
     choice = answers[0].json()["choices"][0]
     assert choice["finish_reason"] == "abort"
     waiting = threading.Thread(target=lambda: answers.append(server.post("/v1/chat/completions", body("hi"))))
@@ -122,7 +122,7 @@ def test_an_operator_pauses_updates_and_resumes(start, ask, tmp_path):
     until(lambda: figure(server, "triax_waiting_requests") == 1)
     assert server.post("/admin/update_weights", {"path": str(tmp_path)}, headers=boss).json() == {"weight_version": 1}
     assert server.post("/admin/resume", {}, headers=boss).status_code == 200
-    waiting.join(10)
+    waiting.join(60)
     assert answers[1].json()["system_fingerprint"] == "triax-1"
     assert server.get("/health").json()["weight_version"] == 1
     for wrong in ({"path": str(tmp_path / "no")}, {"shared_memory": "../no"}, {}, {"path": "a", "shared_memory": "b"}):
