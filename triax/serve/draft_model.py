@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from triax.config.serve import Drafting
+from triax.config.serve import Drafting, Serve
 from triax.errors import ConfigError
 from triax.model.decoder import Decoder
 from triax.model.memory import Memory, Part
@@ -16,7 +16,7 @@ from triax.serve.cache.tiers import Sizes
 from triax.serve.plan import Copy
 from triax.serve.request import Sampling
 from triax.serve.sampler import choose, distribution, uniform
-from triax.serve.speculative import Length
+from triax.serve.speculative import Length, NgramDrafter
 
 SALT = 0x5DEECE66D  # drafts are drawn by other numbers than answers
 
@@ -142,3 +142,24 @@ class ModelDrafter:
         device = self.model.embed.weight.device
         hidden = self.model(torch.tensor(tokens, device=device), memory.layout, memory)
         return self.model.logits(hidden[-1:])[:, : self.vocab_size].float()
+
+
+def drafter_of(settings: Serve, vocab_size: int, model: Decoder | None) -> NgramDrafter | ModelDrafter | None:
+    """Return who makes an engine's drafts, if anybody.
+
+    Args:
+        settings: Of the engine.
+        vocab_size: Tokens that the target can say.
+        model: A small model, for drafts of kind `model`.
+
+    Raises:
+        ConfigError: It is missing, or knows fewer tokens.
+    """
+    drafting = settings.drafting
+    if drafting is None:
+        return None
+    if drafting.kind == "ngram":
+        return NgramDrafter(drafting)
+    if model is None:
+        raise ConfigError("engine: drafting.kind is `model` but no draft model was given; found none; give one")
+    return ModelDrafter(model, drafting, vocab_size, page_tokens=settings.cache.page_tokens)

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from triax.config.serve import Serve
 from triax.model.decoder import Decoder
 from triax.model.memory import Memory
 from triax.serve.arena import Store
@@ -117,3 +118,22 @@ class Graphs:
         token = score.argmax(-1)
         self.latest[slots] = token
         return token, is_valid, logits
+
+
+def graphs_of(
+    model: Decoder, store: Store, settings: Serve, most_rows: int, vocab_size: int, unsaid: Sequence[int]
+) -> Graphs | None:
+    """Return what runs an engine's decode steps as graphs; None on a processor, or where the settings want none.
+
+    Args:
+        model: The decoder.
+        store: Where states and latents lie.
+        settings: Of the engine.
+        most_rows: Rows of the largest step.
+        vocab_size: Tokens that the tokenizer has.
+        unsaid: Tokens that are never chosen.
+    """
+    device = model.embed.weight.device
+    if device.type != "cuda" or not settings.has_graphs or settings.is_deterministic:
+        return None
+    return Graphs(model, store, vocab_size, torch.tensor(unsaid, dtype=torch.long, device=device), most_rows)

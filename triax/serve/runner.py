@@ -1,7 +1,6 @@
 """Runs plans: copies, one forward for all rows, the next tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Protocol, runtime_checkable
 
@@ -16,8 +15,9 @@ from triax.model.media import Inserts
 from triax.model.memory import Memory, Part
 from triax.model.vision import Media
 from triax.serve.arena import Store
+from triax.serve.flight import Flight, Live
 from triax.serve.graphs import Graphs
-from triax.serve.plan import PENDING, Plan, Row, RowResult, StepResult
+from triax.serve.plan import PENDING, Plan, Row, StepResult
 from triax.serve.request import MediaItem, Request, TokenInfo
 from triax.serve.sampler import Draw, adjusted, distribution, infos, sample, uniform
 from triax.serve.speculative import agree, reject
@@ -34,98 +34,6 @@ class Drafter(Protocol):
     def odds(self, number: int) -> Tensor | None:
         """Return what the latest drafts of a sequence were drawn from, if they were drawn."""
         ...
-
-
-@dataclass
-class Live:
-    """What the runner knows of a sequence."""
-
-    request: Request
-    answer: list[int] = field(default_factory=list)
-    ahead: int = 0
-    """Tokens that steps under way will draw."""
-    guide: Guide | None = None
-    vectors: dict[str, Tensor] = field(default_factory=dict)
-    """Encoded pictures by their digest."""
-
-
-class Flight:
-    """A step that has been launched; its result is waited for once and then known."""
-
-    def __init__(
-        self,
-        runner: "Runner",
-        rows: tuple[Row, ...],
-        token: Tensor | None = None,
-        is_valid: Tensor | None = None,
-        said: Tensor | None = None,
-        tops: Sequence[int | None] = (),
-        prompts: Mapping[int, tuple[TokenInfo, ...]] | None = None,
-    ) -> None:
-        self.runner, self.rows, self.token, self.is_valid, self.said = runner, rows, token, is_valid, said
-        self.tops, self.prompts = tops, prompts or {}
-        self.draws: Sequence[Draw] = ()
-        self._landed: tuple[Tensor, Tensor] | None = None
-        self._event: torch.cuda.Event | None = None
-        self._result: StepResult | None = None
-
-    def depart(self) -> None:
-        """Send the tokens on their way to the host."""
-        self.runner._last = self
-        if self.token is not None and self.is_valid is not None and self.token.is_cuda and self._result is None:
-            self._landed = (
-                torch.empty(self.token.shape, dtype=self.token.dtype, pin_memory=True),
-                torch.empty(self.is_valid.shape, dtype=torch.bool, pin_memory=True),
-            )
-            self._landed[0].copy_(self.token, non_blocking=True)
-            self._landed[1].copy_(self.is_valid, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def result(self) -> StepResult:
-        """Wait for the tokens and return what each row gave."""
-        if self._result is None:
-            self._result = StepResult(tuple(self._results()))
-        return self._result
-
-    def _results(self) -> list[RowResult]:
-        drawn: list[int] = []
-        fine: list[bool] = []
-        if self._landed is not None and self._event is not None:
-            self._event.synchronize()
-            drawn, fine = self._landed[0].tolist(), self._landed[1].tolist()
-        elif self.token is not None and self.is_valid is not None:
-            drawn, fine = self.token.tolist(), self.is_valid.tolist()
-        results: list[RowResult] = []
-        reports: list[tuple[int, int, int]] = []  # row of logits, token, alternatives
-        owners: list[tuple[int, int]] = []
-        first = 0
-        for n, row in enumerate(self.rows):
-            if not row.samples:
-                results.append(RowResult(prompt=self.prompts.get(n, ())))
-                continue
-            span = slice(first, first + row.drafts + 1)
-            said = None if self.said is None else self.said[span]
-            tokens = self.runner.kept(row, drawn[span], fine[span], said, self.draws[span])
-            live = self.runner.sequences.get(row.sequence)
-            if live is not None:  # else it has ended meanwhile
-                live.ahead -= not row.drafts
-                live.answer += tokens
-                if live.guide is not None:
-                    live.guide.push(tokens)
-            top = self.tops[first] if self.tops else None
-            if top is not None:
-                reports += [(first + i, token, top) for i, token in enumerate(tokens)]
-                owners.append((n, len(tokens)))
-            results.append(RowResult(tuple(tokens), (), self.prompts.get(n, ()), bool(tokens)))
-            first += row.drafts + 1
-        if reports and self.said is not None:
-            places, tokens, tops = (list(column) for column in zip(*reports, strict=True))
-            table = iter(infos(self.said[torch.tensor(places, device=self.said.device)], tokens, tops))
-            for n, count in owners:
-                results[n] = replace(results[n], infos=tuple(next(table) for _ in range(count)))
-        self.said, self.draws = None, ()
-        return results
 
 
 class Runner:
@@ -194,7 +102,7 @@ class Runner:
         return self.launch(plan).result()
 
     @torch.no_grad()
-    def launch(self, plan: Plan) -> "Flight":
+    def launch(self, plan: Plan) -> Flight:
         """Begin what a plan says; on a GPU it may run on while the next one is planned and launched."""
         leaving = [copy for copy in plan.before if copy.target == "host"]
         self.store.copy(leaving)
@@ -212,9 +120,10 @@ class Runner:
         self.store.copy(plan.after)
         self.store.copy(plan.beside)
         flight.depart()
+        self._last = flight
         return flight
 
-    def _rows(self, rows: tuple[Row, ...]) -> "Flight":
+    def _rows(self, rows: tuple[Row, ...]) -> Flight:
         if any(row.drafts or (PENDING in row.tokens and self._reads(row)) for row in rows) and self._last is not None:
             self._last.result()  # what these rows read must be known
         if self.graphs is not None and self._is_plain(rows):
@@ -279,7 +188,7 @@ class Runner:
         logits = self.model.logits(hidden)
         return logits if logits.dtype is torch.float64 else logits.float()
 
-    def _decode(self, rows: tuple[Row, ...], graphs: Graphs) -> "Flight":
+    def _decode(self, rows: tuple[Row, ...], graphs: Graphs) -> Flight:
         """Run one token a row as a graph; tokens that are not simply the likeliest are chosen behind it."""
         graph = graphs.run([(row.tokens[0], row.slot, row.position, row.pages) for row in rows])
         if self.poison is None and not any(self._needs_logits(row) for row in rows):
@@ -298,7 +207,7 @@ class Runner:
 
     def _choose(
         self, rows: tuple[Row, ...], logits: Float[Tensor, "R V"], prompts: Mapping[int, tuple[TokenInfo, ...]]
-    ) -> "Flight":
+    ) -> Flight:
         draws: list[Draw] = []
         for row in rows:
             if row.samples:
