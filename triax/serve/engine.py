@@ -85,9 +85,7 @@ class Engine:
             unsaid,
             is_exact=self.settings.is_deterministic,
             drafter=self.drafter,
-            graphs=graphs_of(
-                model, self.store, self.settings, self.scheduler.most_running, tokenizer.vocab_size, unsaid
-            ),
+            graphs=graphs_of(model, self.store, self.settings, most, tokenizer.vocab_size, unsaid),
         )
         self._flights: deque[tuple[Plan, Flight]] = deque()
         self.guides = Guides(tokenizer)
