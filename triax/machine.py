@@ -18,6 +18,7 @@ EXTRAS = {
     "serve": ("fastapi", "uvicorn", "zmq", "msgspec", "httpx"),
     "grammar": ("xgrammar",),
     "sandbox": ("fastapi", "hypercorn", "h2", "httpx"),
+    "gpu": ("cuda",),
     "dev": ("pytest", "hypothesis", "ruff", "transformers"),
     "docs": ("zensical",),
 }
