@@ -1,178 +1,21 @@
-"""A process of the host that stands for one inside a sandbox: its streams, its end, its limits."""
+"""A process of the host that stands for one inside a sandbox: what it is fed, its end, its limits."""
 
 import asyncio
-import errno
 import fcntl
 import os
-import pty
 import struct
 import subprocess
 import termios
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Literal, Protocol, runtime_checkable
 
 from triax.errors import SandboxError
+from triax.sandbox.backend.streams import BEGUN, Ends, Pieces, Reader
 from triax.sandbox.protocol import OUTPUT_LIMIT, Result
 
-CHUNK = 65536
-PIPE = 2**20
-WAITING_LIMIT = 2**20  # bytes read but not yet taken; beyond it the process waits, as on a full pipe
-DROP_PAUSE_S = 0.01  # between two reads of output that nobody keeps, so that a flood costs the host little
-BEGUN = b"\0begun\0"  # what a process inside writes to its second stream before it becomes the command
 GRACE_S = 5.0  # from SIGKILL to the end of a process; only a stuck kernel takes longer
-
-
-class _Reader:
-    """One stream, read as it comes: kept up to a limit, or handed on piece by piece."""
-
-    def __init__(self, fd: int, name: Literal["stdout", "stderr"], keep: int | None, pieces: "_Pieces") -> None:
-        self.fd = fd
-        self.name: Literal["stdout", "stderr"] = name
-        self.keep = keep
-        self.kept = bytearray()
-        self.truncated = False
-        self.pieces = pieces
-        self.marker = b""
-        self.begun = True
-        self.loop = asyncio.get_running_loop()
-        self.open = True
-        self.paused = False
-        os.set_blocking(fd, False)
-        if keep is not None:
-            with suppress(OSError):  # a terminal has no size, and a user may have used up what pipes may hold
-                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, PIPE)
-        self.loop.add_reader(fd, self._on_bytes)
-
-    def _on_bytes(self) -> None:
-        if not self.take():
-            return
-        if self.keep is not None and self.truncated:
-            self.pause()
-            self.loop.call_later(DROP_PAUSE_S, self.go_on)
-
-    def take(self) -> bool:
-        """Read once; return whether something came."""
-        try:
-            data = os.read(self.fd, PIPE if self.truncated else CHUNK)
-        except BlockingIOError:
-            return False
-        except OSError as error:  # a terminal whose other side is gone says EIO
-            if error.errno != errno.EIO:
-                raise
-            data = b""
-        if not data:
-            self.close()
-            return False
-        if self.marker:
-            # written whole and before all else, so it is at the start of what is read first, or it never came
-            begun, self.marker = data.startswith(self.marker), b""
-            self.begun = begun
-            data = data[len(BEGUN) :] if begun else data
-            if not data:
-                return True
-        if self.keep is None:
-            self.pieces.put(self.name, data)
-        else:
-            room = max(0, self.keep - len(self.kept))
-            self.kept += data[:room]
-            self.truncated |= len(data) > room
-        return True
-
-    def drain(self) -> bool:
-        """Read what lies ready, then let what still comes go by: a child in the background may keep the stream.
-
-        Returns:
-            Whether anything that was meant to be kept was dropped.
-        """
-        while self.open and not self.truncated and self.take():
-            pass
-        truncated = self.truncated
-        if self.open:
-            self.keep, self.truncated = 0, True
-            self.go_on()
-        return truncated
-
-    def pause(self) -> None:
-        if self.open and not self.paused:
-            self.paused = True
-            self.loop.remove_reader(self.fd)
-
-    def go_on(self) -> None:
-        if self.open and self.paused:
-            self.paused = False
-            self.loop.add_reader(self.fd, self._on_bytes)
-
-    def close(self) -> None:
-        if self.open:
-            self.open = False
-            if not self.paused and not self.loop.is_closed():
-                self.loop.remove_reader(self.fd)
-            os.close(self.fd)
-            self.pieces.wake()
-
-
-class _Pieces:
-    """What was read and not yet taken."""
-
-    def __init__(self) -> None:
-        self.waiting: deque[tuple[Literal["stdout", "stderr"], bytes]] = deque()
-        self.size = 0
-        self.readers: list[_Reader] = []
-        self.changed = asyncio.Event()
-
-    def put(self, name: Literal["stdout", "stderr"], data: bytes) -> None:
-        self.waiting.append((name, data))
-        self.size += len(data)
-        if self.size > WAITING_LIMIT:
-            for reader in self.readers:
-                reader.pause()
-        self.wake()
-
-    def take(self) -> tuple[Literal["stdout", "stderr"], bytes] | None:
-        if not self.waiting:
-            return None
-        name, data = self.waiting.popleft()
-        self.size -= len(data)
-        if self.size <= WAITING_LIMIT:
-            for reader in self.readers:
-                reader.go_on()
-        return name, data
-
-    def wake(self) -> None:
-        self.changed.set()
-
-
-class Ends:
-    """Both ends of the three streams of a process that is about to start.
-
-    Args:
-        terminal: Rows and columns of a terminal; none for three pipes.
-    """
-
-    def __init__(self, terminal: tuple[int, int] | None) -> None:
-        self.terminal = terminal is not None
-        if terminal is None:
-            (in_r, in_w), (out_r, out_w), (err_r, err_w) = os.pipe(), os.pipe(), os.pipe()
-            self.ours, self.theirs = [in_w, out_r, err_r], [in_r, out_w, err_w]
-        else:
-            master, slave = pty.openpty()
-            fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", *terminal, 0, 0))
-            self.ours, self.theirs = [master, os.dup(master)], [slave, slave, slave]
-
-    def close_theirs(self) -> None:
-        """Close what the process has its own copies of."""
-        for fd in set(self.theirs):
-            os.close(fd)
-        self.theirs = []
-
-    def close(self) -> None:
-        """Close all: the process did not start."""
-        self.close_theirs()
-        for fd in self.ours:
-            os.close(fd)
 
 
 @runtime_checkable
@@ -270,12 +113,12 @@ class Child:
         self._signal = signal
         self._describe = describe
         self._loop = asyncio.get_running_loop()
-        self._pieces = _Pieces()
+        self._pieces = Pieces()
         self._terminal = ends.ours[0] if ends.terminal else None
         self._stdin: int | None = ends.ours[0]
         os.set_blocking(ends.ours[0], False)
-        self._out = _Reader(ends.ours[1], "stdout", keep, self._pieces)
-        self._err = None if ends.terminal else _Reader(ends.ours[2], "stderr", keep, self._pieces)
+        self._out = Reader(ends.ours[1], "stdout", keep, self._pieces)
+        self._err = None if ends.terminal else Reader(ends.ours[2], "stderr", keep, self._pieces)
         self._pieces.readers = [reader for reader in (self._out, self._err) if reader]
         if marked and self._err is not None:
             self._err.marker, self._err.begun = BEGUN, False

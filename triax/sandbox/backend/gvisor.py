@@ -14,12 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from triax.errors import SandboxError
-from triax.sandbox.backend.child import Child, Ends, Spawned, ran
+from triax.sandbox.backend.child import Child, Spawned, ran
 from triax.sandbox.backend.disk import copy_disk, empty_disk, flush, ground_program, keep_disk, until_released
 from triax.sandbox.backend.group import Group, Hierarchies
 from triax.sandbox.backend.layout import PATH, refuse_image, skeleton
 from triax.sandbox.backend.owned import COMMAND
 from triax.sandbox.backend.process import ended_meanwhile
+from triax.sandbox.backend.streams import Ends
 from triax.sandbox.backend.tree import Tree
 from triax.sandbox.command import variables, words
 from triax.sandbox.guest.build import cache_folder, compiled

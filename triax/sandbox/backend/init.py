@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from triax.errors import SandboxError
-from triax.sandbox.backend.child import Ends
 from triax.sandbox.backend.owned import parent_of
+from triax.sandbox.backend.streams import Ends
 from triax.sandbox.guest.build import cache_folder, compiled
 
 SOURCE = Path(__file__).with_name("init.c")

@@ -13,13 +13,14 @@ from pathlib import Path
 
 from triax.errors import SandboxError
 from triax.sandbox.backend import init, seccomp
-from triax.sandbox.backend.child import Child, Ends, Spawned, ran
+from triax.sandbox.backend.child import Child, Spawned, ran
 from triax.sandbox.backend.disk import copy_disk, empty_disk, flush, ground_program, keep_disk, own, until_released
 from triax.sandbox.backend.group import Group, Hierarchies
 from triax.sandbox.backend.inward import Forwards
 from triax.sandbox.backend.layout import HOME, USER, USER_NUMBER, bubblewrap, refuse_image, skeleton, variables_of
 from triax.sandbox.backend.owned import end_below
 from triax.sandbox.backend.process import ended_meanwhile
+from triax.sandbox.backend.streams import Ends
 from triax.sandbox.backend.tree import Tree
 from triax.sandbox.command import variables, words
 from triax.sandbox.protocol import OUTPUT_LIMIT, Capabilities, Check, Entry, Machine, Outcome, Result, Spec, Usage

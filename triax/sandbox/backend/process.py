@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from triax.errors import SandboxError
-from triax.sandbox.backend.child import Child, Ends, Spawned, ran
+from triax.sandbox.backend.child import Child, Spawned, ran
 from triax.sandbox.backend.owned import COMMAND, LABEL, labelled, signal_all
+from triax.sandbox.backend.streams import Ends
 from triax.sandbox.backend.tree import Tree
 from triax.sandbox.command import variables, words
 from triax.sandbox.protocol import OUTPUT_LIMIT, Capabilities, Check, Entry, Machine, Result, Spec, Usage
