@@ -12,7 +12,6 @@ import pytest
 
 from triax.errors import SandboxError
 from triax.sandbox.host import Host
-from triax.sandbox.life import ALLOWED
 from triax.sandbox.protocol import (
     OUTPUT_LIMIT,
     STABLE,
@@ -26,6 +25,7 @@ from triax.sandbox.protocol import (
     Status,
     Usage,
 )
+from triax.sandbox.rules import ALLOWED
 from triax.sandbox.sandbox import Sandbox
 
 How = Literal["before", "after", "hang", "bug", "death"]

@@ -1,4 +1,4 @@
-"""The life of a sandbox: which operation is taken when, and what becomes of it when a step fails."""
+"""The life of a sandbox: its operations, one at a time, and what becomes of it when a step fails."""
 
 import asyncio
 import time
@@ -10,46 +10,13 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 from triax.errors import SandboxError
 from triax.log import logger
 from triax.sandbox.protocol import STABLE, Backend, Machine, Status
+from triax.sandbox.rules import allow
 from triax.sandbox.store import Record, Store, new_id
 
 if TYPE_CHECKING:
     from triax.sandbox.sandbox import Sandbox
 
 T = TypeVar("T")
-
-WHAT_TO_DO: dict[Status, str] = {
-    "creating": "wait until it runs",
-    "running": "it runs already",
-    "pausing": "wait until it is paused",
-    "paused": "resume it first",
-    "suspending": "wait until it is suspended",
-    "suspended": "resume it first",
-    "resuming": "wait until it runs",
-    "snapshotting": "wait until the snapshot is taken",
-    "forking": "wait until the copies are made",
-    "killing": "create another",
-    "dead": "create another",
-    "lost": "create another, or start one from a snapshot",
-    "failed": "create another, or start one from a snapshot",
-}
-
-USABLE: tuple[Status, ...] = ("running", "snapshotting", "forking")
-"""Statuses in which commands and files are served; in the last two they may wait a moment."""
-
-ALLOWED: dict[str, tuple[Status, ...]] = {
-    "use": USABLE,
-    "pause": ("running",),
-    "resume": ("paused", "suspended"),
-    "suspend": ("running", "paused"),
-    "snapshot": ("running", "paused", "suspended"),
-    "fork": ("running", "paused", "suspended"),
-    "set_timeout": ("running", "paused", "suspended", "snapshotting", "forking"),
-    "kill": ("running", "paused", "suspended", "dead", "lost", "failed"),
-}
-"""Which operation is taken in which status; all others are refused with HTTP status 409 and change nothing.
-
-`kill` during another operation waits for its end.
-"""
 
 
 @runtime_checkable
@@ -132,14 +99,7 @@ class Life:
 
     def allow(self, operation: str) -> None:
         """Refuse an operation that the present status does not take; HTTP status 409."""
-        if self.status not in ALLOWED[operation]:
-            why = f" ({self.record.reason})" if self.record.reason else ""
-            raise SandboxError(
-                f"sandbox {self.record.id}: cannot {operation.replace('_', ' ')} now; it is `{self.status}`{why}; "
-                f"{WHAT_TO_DO[self.status]}",
-                "refused",
-                status=409,
-            )
+        allow(operation, self.record.id, self.status, self.record.reason)
 
     async def _change(self, operation: str, during: Status, act: "Callable[[Status], Awaitable[T]]") -> T:
         self.allow(operation)
