@@ -27,13 +27,13 @@ def measure() -> Iterator[Time | Error]:
         ms = milliseconds(lambda: fused.finished([s[:256] for s in sources], norms, queries, 1e-6))
         yield Time("AttnRes finished sources, 8 places, 256 tokens", ms)
     leaves = [x.requires_grad_() for x in (*sources, norm, query)]
-    ms = milliseconds(lambda: torch.autograd.grad(fused.mix(leaves[:-2], *leaves[-2:], 1e-6)[0], leaves, upstream))
+    ms = milliseconds(lambda: torch.autograd.grad(fused.mix(sources, norm, query, 1e-6)[0], leaves, upstream))
     yield Time("AttnRes mix forward+backward", ms, 1.15, (3 * SOURCES + 2) * PASS_MS, PEER.format("1.382"))
     few = [x[:64].detach() for x in sources]
     outcomes = []
     for path, dtype in ((fused.mix, None), (reference.mix, torch.float64)):
         x = [t.detach().to(dtype or t.dtype).requires_grad_() for t in (*few, norm, query)]
-        mixed, _ = path(x[:-2], *x[-2:], 1e-6)
+        mixed, _ = path(x[:-2], x[-2], x[-1], 1e-6)
         outcomes.append((mixed, *torch.autograd.grad(mixed, x, upstream[:64].to(mixed.dtype))))
     errors = list(map(relative, *outcomes))
     yield Error("AttnRes mix, result", errors[0], 6e-3)

@@ -22,6 +22,6 @@ def measure() -> Iterator[Time | Error]:
     outcomes = []
     for path, dtype in ((fused.glu, None), (reference.glu, torch.float64)):
         x = [t[:256].detach().to(dtype or t.dtype).requires_grad_() for t in (gate, up)]
-        result = path(*x, *CAPS)
+        result = path(x[0], x[1], *CAPS)
         outcomes.append((result, *torch.autograd.grad(result, x, upstream[:256].to(result.dtype))))
     yield Error("SiTU-GLU value and gradients", max(map(relative, *outcomes)), 6e-3)
