@@ -106,16 +106,17 @@ def listed(url: Url = URL, key_file: KeyFile = None, as_json: AsJson = False) ->
     import json
 
     async def body(remote: "RemoteBackend") -> list[dict[str, Any]]:
-        return await remote.service.ask("GET", "/v2/sandboxes")
+        return await remote.service.ask("GET", "/v2/sandboxes", query={"lost": "true"})
 
     found = _ask(url, key_file, body)
     if as_json:
         print(json.dumps(found, indent=1))
         return
-    print(f"{'ID':<22}{'STATE':<9}{'TEMPLATE':<14}{'ENDS':<26}LABELS")
+    print(f"{'ID':<22}{'STATE':<9}{'TEMPLATE':<22}{'ENDS':<26}LABELS")
     for one in found:
         labels = " ".join(f"{name}={value}" for name, value in one.get("metadata", {}).items())
-        print(_plain(f"{one['sandboxID']:<22}{one['state']:<9}{one['templateID']:<14}{one['endAt']:<26}{labels}"))
+        row = f"{one['sandboxID']:<21} {one['state']:<8} {one['templateID']:<21} {one['endAt']:<25} "
+        print(_plain(row + " ".join(filter(None, (one.get("reason"), labels)))))
 
 
 @app.command()
@@ -195,7 +196,7 @@ def kill(id: Id, url: Url = URL, key_file: KeyFile = None) -> None:
 @app.command()
 def gc(
     folder: Annotated[Path, typer.Option("--folder", help="The folder of the server that ended.")] = FOLDER,
-    backend: Backend = "auto",
+    backend: Annotated[str, typer.Option("--backend", help="As for the server; `auto`: the one it had.")] = "auto",
     unsafe: Unsafe = False,
     forget: Annotated[bool, typer.Option("--forget", help="Also drop sandboxes that were lost.")] = False,
 ) -> None:
@@ -203,13 +204,14 @@ def gc(
     from triax.sandbox.alone import clear
     from triax.sandbox.backend.choose import choose
     from triax.sandbox.host import Host
+    from triax.sandbox.store import backend_of
 
     async def body() -> list[str]:
         freed = await clear(folder)
-        chosen = await choose(backend, folder / "machines", unsafe=unsafe)
-        freed += await chosen.reap(frozenset()) if not (folder / "owner.lock").exists() else []
+        before = backend_of(folder) if backend == "auto" else None
+        chosen = await choose(before or backend, folder / "machines", unsafe=unsafe or before is not None)
         host = await Host.open(folder, chosen)
-        freed += await host.gc(forget_lost=forget)
+        freed += host.ended + await host.gc(forget_lost=forget)
         await host.close()
         return freed
 

@@ -13,7 +13,7 @@ from triax.log import logger
 from triax.sandbox.command import positive, sane_path, variables
 from triax.sandbox.protocol import Backend, Machine, Spec
 from triax.sandbox.sandbox import Sandbox
-from triax.sandbox.store import Record, Snapshot, Store, new_id
+from triax.sandbox.store import Record, Snapshot, Store, backend_of, new_id
 
 RETRY_S = 10.0  # until a time limit that could not be kept is tried again
 HEALTH_S = 5.0  # between two looks at whether machines still live
@@ -30,6 +30,7 @@ class Host:
     Attributes:
         counts: How many operations ended how: (operation, outcome) to a number.
         seconds: Time that operations took together, by operation.
+        ended: What an owner that died had left and `open` ended, in words.
     """
 
     def __init__(self, store: Store, backend: Backend, *, step_limit_s: float = 120.0) -> None:
@@ -39,6 +40,7 @@ class Host:
         self.active: set[str] = set()
         self.counts: Counter[tuple[str, str]] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.ended: list[str] = []
         self._sandboxes: dict[str, Sandbox] = {}
         self.starting: set[str] = set()
         self._news = asyncio.Event()
@@ -55,12 +57,22 @@ class Host:
             step_limit_s: Seconds that one step of a machine may take before it counts as failed.
 
         Raises:
-            SandboxError: Another process owns the folder, or it cannot be written.
+            SandboxError: Another process owns the folder, it holds sandboxes of another backend, or it cannot be
+                written.
         """
         store = Store(root)
         host = cls(store, backend, step_limit_s=step_limit_s)
         try:
-            for words in await backend.reap(frozenset()):
+            before = backend_of(store.root)
+            if before not in (None, backend.name):
+                raise SandboxError(
+                    f"sandboxes {root}: hold sandboxes of the backend `{before}`; found `{backend.name}`; "
+                    f"take `{before}`, or choose another folder",
+                    "refused",
+                    status=409,
+                )
+            host.ended = await backend.reap(frozenset())
+            for words in host.ended:
                 logger("sandbox").warning("left by an owner that died, ended: %s", words)
             for record in store.records():
                 host._find_again(record)

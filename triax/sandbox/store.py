@@ -24,6 +24,14 @@ PARTIAL = ".partial-"
 ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
 
+def backend_of(root: Path) -> str | None:
+    """Return the name of the backend whose sandboxes a folder holds; none where it holds none that can be read."""
+    for path in sorted((root / "sandboxes").glob("*.json")):
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            return str(json.loads(path.read_text())["backend"])
+    return None
+
+
 def new_id() -> str:
     """Return an id that was never used, fit for a host name."""
     return secrets.token_hex(10)
@@ -100,7 +108,7 @@ class Store:
     """
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root = root = root.absolute()  # machines run elsewhere and are told of folders in it
         self.records_folder = root / "sandboxes"
         self.snapshots_folder = root / "snapshots"
         try:

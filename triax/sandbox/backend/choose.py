@@ -40,6 +40,7 @@ def make(name: str, root: Path, *, unsafe: bool = False) -> Backend:
         raise SandboxError(
             f"backend `{name}`: needs the module `{problem.name}`; install `triax[sandbox]`", "refused"
         ) from problem
+    root = root.absolute()  # machines run elsewhere
     return backend(root, unsafe=unsafe) if name == "process" else backend(root)
 
 

@@ -69,12 +69,13 @@ async def sandboxes(
     template: str | None = None,
     limit: Limit = LONGEST_PAGE,
     next_token: Annotated[str | None, Query(alias="nextToken")] = None,
+    lost: bool = False,
 ) -> JSONResponse:
-    """List sandboxes page by page."""
+    """List sandboxes page by page; with `lost`, which E2B does not have, also those that are lost or failed."""
     states = state.split(",") if state else ["running", "paused"]
     if not set(states) <= {"running", "paused"}:
         raise SandboxError(f"state: `running` and `paused` can be asked for; found `{state}`", "refused")
-    found = _matching(here, metadata, states)
+    found = _matching(here, metadata, [*states, *(wire.BROKEN if lost else ())])
     if started_after is not None:
         found = [one for one in found if one.created_s >= started_after.timestamp()]
     if template is not None:
@@ -82,7 +83,7 @@ async def sandboxes(
     found.sort(key=lambda one: (one.created_s, one.id), reverse=order == "desc")
     response = _page([wire.listed(one) for one in found], "sandboxID", limit, next_token)
     if "running" in states:
-        response.headers["x-total-running"] = str(sum(wire.STATES[one.status] == "running" for one in found))
+        response.headers["x-total-running"] = str(sum(wire.state(one.status) == "running" for one in found))
     return response
 
 
@@ -94,7 +95,7 @@ def _matching(here: Plane, metadata: str | None, states: Sequence[str]) -> list[
     return [
         one
         for one in here.sandboxes()
-        if wire.STATES.get(one.status) in states and wanted.items() <= wire.metadata(one.spec).items()
+        if wire.state(one.status) in states and wanted.items() <= wire.metadata(one.spec).items()
     ]
 
 

@@ -33,6 +33,14 @@ STATES: dict[Status, str] = {
 }
 """The two states that the wire knows, for every status that is listed; what is dead, lost or failed is not."""
 
+BROKEN: tuple[Status, ...] = ("lost", "failed")
+"""Statuses that are listed, under their own names, only to who asks for them."""
+
+
+def state(status: Status) -> str:
+    """Return the state that a list shows for a status."""
+    return STATES.get(status, status)
+
 
 def problem(status: int, message: str, error_code: str | None = None) -> JSONResponse:
     """Return an error as every route answers it."""
@@ -88,9 +96,10 @@ def listed(sandbox: Any) -> dict[str, Any]:
         "cpuCount": max(1, math.ceil(resources.cpus)),
         "memoryMB": resources.memory_mib,
         "diskSizeMB": resources.disk_mib,
-        "state": STATES.get(sandbox.status, "paused"),
+        "state": state(sandbox.status),
         "envdVersion": ENVD_VERSION,
         "metadata": metadata(sandbox.spec),
+        **({"reason": sandbox.reason} if sandbox.status in BROKEN else {}),
     }
 
 

@@ -1,0 +1,113 @@
+"""What a newcomer meets who keeps all defaults: a folder that is named from here, and a server that was killed."""
+
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from triax.errors import SandboxError
+from triax.sandbox.backend.choose import make
+from triax.sandbox.backend.process import ProcessBackend
+from triax.sandbox.host import Host
+from triax.sandbox.protocol import Resources, Spec
+
+TRIAX = str(Path(sys.executable).parent / "triax")
+
+
+def triax(folder, *words):
+    return subprocess.run([TRIAX, "sandbox", *words], cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+@contextmanager
+def served(folder):
+    words = [TRIAX, "sandbox", "serve", "port=0", "backend=process", "unsafe=true"]
+    with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            yield server, re.search(r"http://\S+", server.stdout.readline())[0]
+        finally:
+            server.kill()
+
+
+@pytest.mark.parametrize("name", ["process", "namespace", "gvisor", "qemu"])
+def test_a_folder_named_from_here_keeps_what_is_put_away(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    async def life():
+        backend = make(name, Path("runs/machines"), unsafe=True)
+        missing = [check for check in await backend.checks() if not check.ok]
+        if missing:
+            pytest.skip(f"{name} cannot run here: {missing[0]}")
+        host = await Host.open(Path("runs/state"), backend)
+        try:
+            limits = None if name == "process" else Spec(resources=Resources(memory_mib=96, disk_mib=32, processes=64))
+            sandbox = await host.create(limits)
+            await sandbox.write("kept", b"kept")
+            heir = await host.create(snapshot=await sandbox.snapshot())
+            await sandbox.suspend()
+            await sandbox.resume()
+            return await sandbox.read("kept"), await heir.read("kept")
+        finally:
+            await host.close(keep=False)
+
+    assert asyncio.run(life()) == (b"kept", b"kept")
+
+
+def test_gc_tells_what_a_killed_server_left_without_being_told_its_backend(tmp_path):
+    with served(tmp_path) as (server, url):
+        id = triax(tmp_path, "create", "--url", url).stdout.strip()
+        told = triax(tmp_path, "exec", "--url", url, id, "sh", "-c", "sleep 600 > /dev/null 2>&1 & echo $!")
+        assert told.returncode == 0, told.stderr
+        server.send_signal(signal.SIGKILL)
+        server.wait(30)
+    freed = triax(tmp_path, "gc")
+    assert freed.returncode == 0, freed.stderr
+    assert id in freed.stdout
+    process = Path("/proc", told.stdout.strip(), "cmdline")
+    assert not process.exists() or not process.read_bytes(), "it ended, though nobody may have asked how"
+
+
+def test_a_sandbox_that_was_lost_is_listed_as_lost_with_the_reason(tmp_path):
+    with served(tmp_path) as (_, url):
+        id = triax(tmp_path, "create", "--url", url).stdout.strip()
+    with served(tmp_path) as (_, url):
+        listed = triax(tmp_path, "list", "--url", url).stdout.splitlines()
+        assert [line for line in listed if line.startswith(f"{id}  lost ")], listed
+        assert "owner died" in "".join(listed)
+        assert triax(tmp_path, "kill", id, "--url", url).returncode == 0
+        assert len(triax(tmp_path, "list", "--url", url).stdout.splitlines()) == 1
+
+
+def test_a_sandbox_made_from_a_snapshot_is_listed_in_columns(tmp_path):
+    with served(tmp_path) as (_, url):
+        id = triax(tmp_path, "create", "--url", url).stdout.strip()
+        kept = triax(tmp_path, "snapshot", id, "--url", url).stdout.strip()
+        heir = triax(tmp_path, "create", kept, "--url", url).stdout.strip()
+        line = next(one for one in triax(tmp_path, "list", "--url", url).stdout.splitlines() if one.startswith(heir))
+    assert line.split()[:3] == [heir, "running", kept]
+
+
+def test_a_folder_of_another_backend_is_refused_and_left_as_it_was(tmp_path):
+    class Other(ProcessBackend):
+        name = "other"
+
+    async def lives():
+        host = await Host.open(tmp_path / "state", make("process", tmp_path / "machines", unsafe=True))
+        sandbox = await host.create(Spec(timeout_s=None))
+        await sandbox.write("kept", b"kept")
+        await sandbox.suspend()
+        await host.close()
+        with pytest.raises(SandboxError, match="hold sandboxes of the backend `process`; found `other`"):
+            await Host.open(tmp_path / "state", Other(tmp_path / "machines", unsafe=True))
+        host = await Host.open(tmp_path / "state", make("process", tmp_path / "machines", unsafe=True))
+        again = host.get(sandbox.id)
+        await again.resume()
+        read = await again.read("kept")
+        await host.close(keep=False)
+        return read
+
+    assert asyncio.run(lives()) == b"kept"
