@@ -154,7 +154,7 @@ class _ShortConv(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, window: Tensor, places: _Places) -> Tensor:
         hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
         output = hidden.new_empty(hidden.shape)
-        grid, sizes = _tiles(*hidden.shape, TOKENS)
+        grid, sizes = _tiles(hidden.shape[0], hidden.shape[1], TOKENS)
         launch(
             forward, grid, hidden, window, weight.contiguous(), places.row, places.age, output, *hidden.shape,
             hidden.stride(0), *sizes, weight.shape[1],
@@ -170,13 +170,13 @@ class _ShortConv(torch.autograd.Function):
         places, taps = ctx.places, weight.shape[1]
         kernel = weight.contiguous()
         to_sum, to_hidden = hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape)
-        grid, sizes = _tiles(*hidden.shape, SPAN)
+        grid, sizes = _tiles(hidden.shape[0], hidden.shape[1], SPAN)
         parts = hidden.new_empty(grid[0], taps, hidden.shape[1], dtype=torch.float32)
         launch(
             backward_sums, grid, grads[0].contiguous(), hidden, window, kernel, places.row, places.age, to_sum, parts,
             *hidden.shape, hidden.stride(0), SPAN, *sizes, taps,
         )  # fmt: skip
-        grid, sizes = _tiles(*hidden.shape, TOKENS)
+        grid, sizes = _tiles(hidden.shape[0], hidden.shape[1], TOKENS)
         launch(backward_inputs, grid, to_sum, kernel, places.left, to_hidden, *hidden.shape, *sizes, taps)
         return to_hidden, parts.sum(0).T.to(weight.dtype), None, None
 
