@@ -1,7 +1,6 @@
 """Light sandboxes on the host's kernel: bubblewrap's namespaces, a disk of their own, control groups for quotas."""
 
 import asyncio
-import hashlib
 import json
 import os
 import secrets
@@ -12,9 +11,10 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 from triax.errors import SandboxError
-from triax.sandbox.backend import init, seccomp
+from triax.sandbox.backend import grounded, init, seccomp
 from triax.sandbox.backend.child import Child, Spawned, ran
 from triax.sandbox.backend.disk import copy_disk, empty_disk, flush, ground_program, keep_disk, own, until_released
+from triax.sandbox.backend.files import ReachedFiles
 from triax.sandbox.backend.group import Group, Hierarchies
 from triax.sandbox.backend.inward import Forwards
 from triax.sandbox.backend.layout import HOME, USER, USER_NUMBER, bubblewrap, refuse_image, skeleton, variables_of
@@ -23,7 +23,7 @@ from triax.sandbox.backend.process import ended_meanwhile
 from triax.sandbox.backend.streams import Ends
 from triax.sandbox.backend.tree import Tree
 from triax.sandbox.command import variables, words
-from triax.sandbox.protocol import OUTPUT_LIMIT, Capabilities, Check, Entry, Machine, Outcome, Result, Spec, Usage
+from triax.sandbox.protocol import OUTPUT_LIMIT, Capabilities, Check, Machine, Outcome, Result, Spec, Usage
 
 FIRST_OWNER = 2_000_000  # users of the host that nobody else has; each sandbox and its copies have one
 OWNERS = 1_000_000
@@ -54,7 +54,7 @@ class NamespaceBackend:
     def __init__(self, root: Path, *, hierarchies: Hierarchies | None = None) -> None:
         self.root = root
         self.hierarchies = hierarchies or Hierarchies.found()
-        self.prefix = hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:8] + "-n-"
+        self.prefix = grounded.prefix_of(root, "n")
 
     async def create(self, spec: Spec, id: str) -> "NamespaceMachine":
         """Start a machine with an empty disk, or with an image below it."""
@@ -93,35 +93,16 @@ class NamespaceBackend:
 
     async def reap(self, live: frozenset[str]) -> list[str]:
         """End what is labelled with an id that is not live."""
-        held = {label.removeprefix(self.prefix) for label in self.hierarchies.labels(self.prefix)}
-        if self.root.is_dir():
-            held |= {entry.name for entry in os.scandir(self.root)} - {"templates"}
-        ended = []
-        for id in sorted(held - live):
-            group = Group(self.hierarchies, self.prefix + id)
-            count = len(group.pids())
-            await group.kill()
-            await group.remove()
-            await until_released(self.root / id / "disk.img")
-            await asyncio.to_thread(shutil.rmtree, self.root / id, ignore_errors=True)
-            ended.append(f"namespace machine {id}: {count} processes, its groups and its disk")
-        return ended
+
+        def forget(id: str) -> None:
+            shutil.rmtree(self.root / id, ignore_errors=True)
+
+        ended = await grounded.reap(self.hierarchies, self.prefix, self.root, live, {"templates"}, forget)
+        return [f"namespace machine {id}: {count} processes, its groups and its disk" for id, count in ended]
 
     async def checks(self) -> list[Check]:
         """Look for its tools, its rights, and whether bubblewrap really starts."""
-        found = []
-        for tool, package in TOOLS.items():
-            path = shutil.which(tool)
-            found.append(
-                Check(tool, path is not None, path or "not found", "" if path else f"apt-get install {package}")
-            )
-        is_root = os.geteuid() == 0
-        found.append(Check("root", is_root, f"user {os.geteuid()}", "" if is_root else "run as root"))
-        found.append(self.hierarchies.check())
-        try:
-            found.append(Check("first process", True, str(await asyncio.to_thread(init.program))))
-        except SandboxError as error:
-            found.append(Check("first process", False, str(error), "apt-get install gcc libc6-dev"))
+        found = await grounded.checks(self.hierarchies, TOOLS, "first process", init.program)
         if shutil.which("bwrap"):
             tried = await ran(["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"])
             said = tried.stderr.decode(errors="replace").strip() or "it starts"
@@ -130,7 +111,7 @@ class NamespaceBackend:
         return found
 
 
-class NamespaceMachine:
+class NamespaceMachine(ReachedFiles):
     """Processes in namespaces of their own, with a disk of their own."""
 
     def __init__(self, backend: NamespaceBackend, spec: Spec, id: str, generation: int, owner: int) -> None:
@@ -187,14 +168,7 @@ class NamespaceMachine:
     def _identify(self, fresh: bool) -> None:
         if fresh:
             own(f"/proc/{self._pid}/root", self.owner)
-        machine_id = secrets.token_hex(16)
-        for path, text in {
-            "/etc/hostname": f"{self.id}\n",
-            "/etc/hosts": f"127.0.0.1 localhost {self.id}\n::1 localhost\n",
-            "/etc/machine-id": f"{machine_id}\n",
-        }.items():
-            with suppress(SandboxError):  # an image may have a folder there; it keeps it
-                self.tree.write(path, text.encode())
+        grounded.identify(self.tree, self.id, secrets.token_hex(16))
 
     @property
     def tree(self) -> Tree:
@@ -280,33 +254,9 @@ class NamespaceMachine:
             outcome, exit_code, result.signal, result.stdout, stderr, result.truncated, result.duration_s, detail
         )
 
-    async def read(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
-        """Return bytes of a file."""
-        return await asyncio.to_thread(self.tree.read, path, offset, limit)
-
-    async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
-        """Replace a file."""
-        await asyncio.to_thread(self.tree.write, path, data, mode)
-
-    async def list(self, path: str) -> list[Entry]:
-        """Return what a folder holds."""
-        return await asyncio.to_thread(self.tree.list, path)
-
-    async def stat(self, path: str) -> Entry:
-        """Return one entry."""
-        return await asyncio.to_thread(self.tree.stat, path)
-
-    async def remove(self, path: str) -> None:
-        """Remove a file or folder."""
-        await asyncio.to_thread(self.tree.remove, path)
-
-    async def rename(self, source: str, destination: str) -> None:
-        """Move a file or folder."""
-        await asyncio.to_thread(self.tree.rename, source, destination)
-
-    async def make_directory(self, path: str) -> None:
-        """Make a folder and those above it."""
-        await asyncio.to_thread(self.tree.make_directory, path)
+    def files_at(self, *paths: str) -> Tree:
+        """Return its files, as the host reaches them."""
+        return self.tree
 
     async def expose(self, port: int) -> tuple[str, int]:
         """Return a port of the host's loopback that reaches one of the sandbox's."""
@@ -384,9 +334,7 @@ class NamespaceMachine:
 
     async def usage(self) -> Usage:
         """Return what it uses."""
-        used = self.group.usage()
-        disk = self.disk.stat().st_blocks * 512 if self.disk.exists() else None
-        return Usage(used.cpu_s, used.memory_bytes, disk, used.processes)
+        return grounded.usage(self.group, self.disk)
 
     def _describe_into(self, folder: Path) -> None:
         held = {"owner": self.owner, "image": self.spec.image, "disk_mib": self.spec.resources.disk_mib}

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from triax.errors import SandboxError
 from triax.sandbox.backend.child import Child, Spawned, ran
+from triax.sandbox.backend.files import ReachedFiles
 from triax.sandbox.backend.owned import COMMAND, LABEL, labelled, signal_all
 from triax.sandbox.backend.streams import Ends
 from triax.sandbox.backend.tree import Tree
 from triax.sandbox.command import variables, words
-from triax.sandbox.protocol import OUTPUT_LIMIT, Capabilities, Check, Entry, Machine, Result, Spec, Usage
+from triax.sandbox.protocol import OUTPUT_LIMIT, Capabilities, Check, Machine, Result, Spec, Usage
 
 
 class ProcessBackend:
@@ -75,7 +76,7 @@ class ProcessBackend:
         return [Check("no isolation", True, "commands run on this host as the caller")]
 
 
-class ProcessMachine:
+class ProcessMachine(ReachedFiles):
     """A folder of the host and the processes that were started in it."""
 
     def __init__(self, backend: ProcessBackend, spec: Spec, id: str, generation: int) -> None:
@@ -158,33 +159,9 @@ class ProcessMachine:
     def _describe(self, result: Result) -> Result:
         return ended_meanwhile(result) if self._ended and result.outcome == "ok" else result
 
-    async def read(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
-        """Return bytes of a file; an absolute path is one of the host."""
-        return await asyncio.to_thread(self.tree.read, path, offset, limit)
-
-    async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
-        """Replace a file."""
-        await asyncio.to_thread(self.tree.write, path, data, mode)
-
-    async def list(self, path: str) -> list[Entry]:
-        """Return what a folder holds."""
-        return await asyncio.to_thread(self.tree.list, path)
-
-    async def stat(self, path: str) -> Entry:
-        """Return one entry."""
-        return await asyncio.to_thread(self.tree.stat, path)
-
-    async def remove(self, path: str) -> None:
-        """Remove a file or folder."""
-        await asyncio.to_thread(self.tree.remove, path)
-
-    async def rename(self, source: str, destination: str) -> None:
-        """Move a file or folder."""
-        await asyncio.to_thread(self.tree.rename, source, destination)
-
-    async def make_directory(self, path: str) -> None:
-        """Make a folder and those above it."""
-        await asyncio.to_thread(self.tree.make_directory, path)
+    def files_at(self, *paths: str) -> Tree:
+        """Return the host's whole tree; an absolute path is one of the host."""
+        return self.tree
 
     async def expose(self, port: int) -> tuple[str, int]:
         """Return the port itself: it is the host's."""

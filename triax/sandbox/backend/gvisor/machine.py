@@ -1,7 +1,6 @@
-"""Sandboxes on gVisor: a kernel in user space between the task and the host's, with memory that can be put away."""
+"""One machine on gVisor: its kernel in user space, its commands, and how it is put away and comes back."""
 
 import asyncio
-import hashlib
 import itertools
 import json
 import os
@@ -12,22 +11,26 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from triax.errors import SandboxError
+from triax.sandbox.backend import grounded
 from triax.sandbox.backend.child import Child, Spawned, ran
-from triax.sandbox.backend.disk import copy_disk, empty_disk, flush, ground_program, keep_disk, until_released
-from triax.sandbox.backend.group import Group, Hierarchies
-from triax.sandbox.backend.layout import PATH, refuse_image, skeleton
+from triax.sandbox.backend.disk import copy_disk, flush, ground_program, keep_disk, until_released
+from triax.sandbox.backend.files import ReachedFiles
+from triax.sandbox.backend.group import Group
+from triax.sandbox.backend.gvisor.bundle import ALLOWED, configuration, is_kernel, relay, resources
+from triax.sandbox.backend.layout import PATH
 from triax.sandbox.backend.owned import COMMAND
 from triax.sandbox.backend.process import ended_meanwhile
 from triax.sandbox.backend.streams import Ends
 from triax.sandbox.backend.tree import Tree
 from triax.sandbox.command import variables, words
-from triax.sandbox.guest.build import cache_folder, compiled
-from triax.sandbox.protocol import OUTPUT_LIMIT, Capabilities, Check, Entry, Machine, Result, Spec, Usage
+from triax.sandbox.protocol import OUTPUT_LIMIT, Machine, Result, Spec, Usage
 
-SOURCE = Path(__file__).with_name("relay.c")
-TOOLS = {"runsc": "runsc", "mke2fs": "e2fsprogs"}
+if TYPE_CHECKING:
+    from triax.sandbox.backend.gvisor.backend import GvisorBackend
+
 RELAY = "/run/triax/relay"
 FIRST_PATH = f"/run/triax:{PATH}"  # `ls` and `stat` of today ask old gVisor kernels in a way that those refuse
 USERS = {"root": 0, "user": 1000}
@@ -36,118 +39,12 @@ OWN_MEMORY_MIB = 96  # what gVisor's kernel takes itself, beside the task's memo
 OWN_PROCESSES = 160  # its threads
 START_S = 30.0
 NAME_CAPABILITY = "CAP_SYS_ADMIN"
-# what a container usually may do; none of it reaches the host's kernel
-ALLOWED = ["CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_KILL", "CAP_SETGID", "CAP_SETUID"]
-ALLOWED += ["CAP_SETPCAP", "CAP_NET_BIND_SERVICE", "CAP_SYS_CHROOT", "CAP_SETFCAP"]
 
 
-class GvisorBackend:
-    """Sandboxes whose system calls a user-space kernel answers, with durable snapshots of memory and files.
-
-    A snapshot ends the kernel and starts it again from what was written: commands that run meanwhile go on, but whoever
-    waits for one is told that the machine changed. It needs root on the host, to mount disks and make control groups.
-
-    Args:
-        root: Where its machines' files lie; on the file system that snapshots lie on.
-        platform: How gVisor intercepts system calls, such as `ptrace` (works everywhere) or `kvm`.
-        hierarchies: Control groups; those found on this host if none.
-    """
-
-    name = "gvisor"
-    capabilities = Capabilities(memory_snapshot=True, disk_snapshot=True, fork_running=True, suspend=True)
-
-    def __init__(self, root: Path, *, platform: str = "ptrace", hierarchies: Hierarchies | None = None) -> None:
-        self.root = root
-        self.platform = platform
-        self.hierarchies = hierarchies or Hierarchies.found()
-        self.prefix = hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:8] + "-g-"
-
-    def runsc(self, *words: str) -> list[str]:
-        """Return a command of `runsc` for this backend's machines."""
-        flags = [f"--root={self.root / 'state'}", f"--platform={self.platform}", "--network=none"]
-        return ["runsc", *flags, "--ignore-cgroups", "--file-access=shared", *words]
-
-    async def create(self, spec: Spec, id: str) -> "GvisorMachine":
-        """Start a machine with an empty disk, or with an image below it."""
-        refuse_image(spec)
-        # a file in /tmp keeps gVisor from putting memory there, which the host could not reach
-        empty = await empty_disk(
-            self.root / "templates", spec.resources.disk_mib, {**skeleton(spec.image), **_extra(spec.image)}
-        )
-        return await self._start(GvisorMachine(self, spec, id, 0), empty, None)
-
-    async def restore(self, folder: Path, spec: Spec, id: str, generation: int) -> "GvisorMachine":
-        """Start a machine from a snapshot's memory, with a copy of its disk."""
-        held = json.loads((folder / "gvisor.json").read_text())
-        found = {"image": spec.image, "resources": _resources(spec), "version": await self.version()}
-        for name, value in found.items():
-            if held[name] != value:
-                raise SandboxError(
-                    f"snapshot {folder.name}: was taken with {name} `{held[name]}`; found `{value}`; ask for the same",
-                    "refused",
-                    status=409,
-                )
-        return await self._start(GvisorMachine(self, spec, id, generation), folder / "disk.img", folder)
-
-    async def _start(self, machine: "GvisorMachine", disk: Path, memory: Path | None) -> "GvisorMachine":
-        try:
-            machine.folder.mkdir(parents=True, mode=0o700)
-            await copy_disk(disk, machine.disk)
-            await machine.boot(memory)
-        except BaseException:
-            await asyncio.shield(machine.kill())
-            raise
-        return machine
-
-    async def version(self) -> str:
-        """Return the version of `runsc`; memory written by one is not read by another."""
-        told = await ran(["runsc", "--version"])
-        return told.stdout.decode(errors="replace").splitlines()[0].strip() if told.exit_code == 0 else "unknown"
-
-    async def reap(self, live: frozenset[str]) -> list[str]:
-        """End what is labelled with an id that is not live."""
-        held = {label.removeprefix(self.prefix) for label in self.hierarchies.labels(self.prefix)}
-        if self.root.is_dir():
-            held |= {entry.name for entry in os.scandir(self.root)} - {"templates", "state"}
-        ended = []
-        for id in sorted(held - live):
-            group = Group(self.hierarchies, self.prefix + id)
-            count = len(group.pids())
-            await group.kill()
-            await group.remove()
-            await until_released(self.root / id / "disk.img")
-            await asyncio.to_thread(self.forget, id)
-            ended.append(f"gvisor machine {id}: {count} processes, its groups and its disk")
-        return ended
-
-    def forget(self, id: str) -> None:
-        """Remove a machine's files, and what `runsc` wrote down about it."""
-        shutil.rmtree(self.root / id, ignore_errors=True)
-        for path in (self.root / "state").glob(f"{self.prefix}{id}*"):
-            path.unlink(missing_ok=True)
-
-    async def checks(self) -> list[Check]:
-        """Look for its tools and its rights."""
-        found = []
-        for tool, package in TOOLS.items():
-            path = shutil.which(tool)
-            found.append(
-                Check(tool, path is not None, path or "not found", "" if path else f"apt-get install {package}")
-            )
-        is_root = os.geteuid() == 0
-        found.append(Check("root", is_root, f"user {os.geteuid()}", "" if is_root else "run as root"))
-        found.append(self.hierarchies.check())
-        try:
-            found.append(Check("relay", True, str(await asyncio.to_thread(_relay))))
-        except SandboxError as error:
-            found.append(Check("relay", False, str(error), "apt-get install gcc libc6-dev"))
-        return found
-
-
-class GvisorMachine:
+class GvisorMachine(ReachedFiles):
     """One gVisor kernel with its processes."""
 
-    def __init__(self, backend: GvisorBackend, spec: Spec, id: str, generation: int) -> None:
+    def __init__(self, backend: "GvisorBackend", spec: Spec, id: str, generation: int) -> None:
         self.backend = backend
         self.spec = spec
         self.id = id
@@ -174,10 +71,10 @@ class GvisorMachine:
         self.group.make(
             replace(own, memory_mib=own.memory_mib + OWN_MEMORY_MIB, processes=own.processes + OWN_PROCESSES)
         )
-        relay = await asyncio.to_thread(_relay)
+        shown = await asyncio.to_thread(relay)
         bundle = self.folder / "bundle"
         bundle.mkdir(exist_ok=True)
-        (bundle / "config.json").write_text(json.dumps(self._configuration(relay.parent, relay.name)))
+        (bundle / "config.json").write_text(json.dumps(configuration(self.spec, self.id, shown)))
         entrances = self.group.entrances()
         deed = ["restore", f"--image-path={memory}"] if memory else ["run"]
         inner = self.backend.runsc(*deed, "--detach", f"--bundle={bundle}", self.name)
@@ -203,16 +100,7 @@ class GvisorMachine:
         await self._identify(afresh=memory is None)
 
     async def _identify(self, *, afresh: bool) -> None:
-        def write() -> None:
-            for path, text in {
-                "/etc/hostname": f"{self.id}\n",
-                "/etc/hosts": f"127.0.0.1 localhost {self.id}\n::1 localhost\n",
-                "/etc/machine-id": f"{secrets.token_hex(16)}\n",
-            }.items():
-                with suppress(SandboxError):  # an image may have a folder there; it keeps it
-                    self.tree.write(path, text.encode())
-
-        await asyncio.to_thread(write)
+        await asyncio.to_thread(grounded.identify, self.tree, self.id, secrets.token_hex(16))
         if not afresh:
             named = await ran(
                 self.backend.runsc("exec", f"--cap={NAME_CAPABILITY}", self.name, RELAY, "name", self.id),
@@ -344,35 +232,8 @@ class GvisorMachine:
             )
         return result
 
-    async def read(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
-        """Return bytes of a file."""
-        return await asyncio.to_thread(self._files(path).read, path, offset, limit)
-
-    async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
-        """Replace a file."""
-        await asyncio.to_thread(self._files(path).write, path, data, mode)
-
-    async def list(self, path: str) -> list[Entry]:
-        """Return what a folder holds."""
-        return await asyncio.to_thread(self._files(path).list, path)
-
-    async def stat(self, path: str) -> Entry:
-        """Return one entry."""
-        return await asyncio.to_thread(self._files(path).stat, path)
-
-    async def remove(self, path: str) -> None:
-        """Remove a file or folder."""
-        await asyncio.to_thread(self._files(path).remove, path)
-
-    async def rename(self, source: str, destination: str) -> None:
-        """Move a file or folder."""
-        await asyncio.to_thread(self._files(source, destination).rename, source, destination)
-
-    async def make_directory(self, path: str) -> None:
-        """Make a folder and those above it."""
-        await asyncio.to_thread(self._files(path).make_directory, path)
-
-    def _files(self, *paths: str) -> Tree:
+    def files_at(self, *paths: str) -> Tree:
+        """Return its files, but what its kernel makes up."""
         self._must_live()
         for path in paths:
             if path.split("/")[1:2] in (["proc"], ["sys"], ["dev"]):
@@ -439,7 +300,7 @@ class GvisorMachine:
             self.group.thaw()
             self._paused = False
         await self._detach()
-        held = {"image": self.spec.image, "resources": _resources(self.spec), "version": await self.backend.version()}
+        held = {"image": self.spec.image, "resources": resources(self.spec), "version": await self.backend.version()}
         (folder / "gvisor.json").write_text(json.dumps(held))
         written = await ran(
             self.backend.runsc("checkpoint", f"--image-path={folder}", self.name), timeout_s=START_S * 2
@@ -489,79 +350,12 @@ class GvisorMachine:
         """Tell whether its kernel is there."""
         if self._ended or self._holder is None or self._holder.ended.done():
             return False
-        return any(_is_kernel(pid) for pid in self.group.pids())
+        return any(is_kernel(pid) for pid in self.group.pids())
 
     async def usage(self) -> Usage:
         """Return what it uses, its kernel included."""
-        used = self.group.usage()
-        disk = self.disk.stat().st_blocks * 512 if self.disk.exists() else None
-        return Usage(used.cpu_s, used.memory_bytes, disk, used.processes)
+        return grounded.usage(self.group, self.disk)
 
     def _must_live(self) -> None:
         if self._ended or self._holder is None or self._holder.ended.done():
             raise SandboxError(f"sandbox {self.id}: has ended; create another")
-
-    def _configuration(self, relay_folder: Path, relay: str) -> dict[str, object]:
-        sets = dict.fromkeys(("bounding", "effective", "inheritable", "permitted"), ALLOWED)
-        shown = [{"destination": "/usr", "type": "bind", "source": "/usr", "options": ["ro", "bind"]}]
-        if self.spec.image is not None:
-            shown = []
-        limit = self.spec.resources.memory_mib * 2**20
-        return {
-            "ociVersion": "1.0.0",
-            "process": {
-                "terminal": False,
-                "user": {"uid": 0, "gid": 0},
-                "args": [f"/run/triax/{relay}", "first"],
-                "env": [f"PATH={PATH}"],
-                "cwd": "/",
-                "capabilities": sets,
-                "noNewPrivileges": False,
-                "rlimits": [{"type": "RLIMIT_DATA", "hard": limit, "soft": limit}],
-            },
-            "root": {"path": "/mnt/root" if self.spec.image else "/mnt", "readonly": False},
-            "hostname": self.id,
-            "mounts": [
-                {"destination": "/proc", "type": "proc", "source": "proc"},
-                *shown,
-                {"destination": "/run/triax", "type": "bind", "source": str(relay_folder), "options": ["ro", "bind"]},
-            ],
-            "linux": {"namespaces": [{"type": name} for name in ("pid", "network", "ipc", "uts", "mount")]},
-        }
-
-
-def _relay() -> Path:
-    """Return the relay in a folder that holds nothing else, since that folder is shown inside."""
-    built = compiled([SOURCE], "relay", cache_folder())
-    folder = built.with_name(f"{built.name}.shown")
-    shown = folder / "relay"
-    if not shown.exists():
-        folder.mkdir(exist_ok=True, mode=0o755)
-        busybox = shutil.which("busybox")
-        for name in ("ls", "stat", "dir") if busybox else ():
-            with suppress(FileExistsError):
-                (folder / name).symlink_to("busybox")
-        if busybox:
-            shutil.copy2(busybox, folder / "busybox")
-        draft = folder / f".relay-{os.getpid()}"
-        shutil.copy2(built, draft)
-        draft.replace(shown)
-    return shown
-
-
-def _extra(image: str | None) -> dict[str, str | bytes | None]:
-    below = "upper/" if image else ""
-    return {f"{below}tmp/.keep": b"", f"{below}run/triax/": None}
-
-
-def _resources(spec: Spec) -> dict[str, float]:
-    own = spec.resources
-    return {"cpus": own.cpus, "memory_mib": own.memory_mib, "disk_mib": own.disk_mib, "processes": own.processes}
-
-
-def _is_kernel(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read(16).startswith(b"runsc-sandbox")
-    except OSError:
-        return False
