@@ -1,14 +1,24 @@
-"""A real server of sandboxes, listening in this process, for every test that speaks to one."""
+"""Real machines of the light backends, and a real server of sandboxes that listens in this process."""
 
 import asyncio
+import importlib.util
+import sys
 import threading
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 
 import pytest
 
 from triax.config.sandbox import Server
+from triax.sandbox.backend.choose import make
 from triax.sandbox.backend.process import ProcessBackend
+from triax.sandbox.host import Host
+from triax.sandbox.protocol import Resources, Spec
 from triax.sandbox.server.run import served
+
+LIGHT = ["process", "namespace", "gvisor"]
+KERNELS = ["namespace", "gvisor"]
+SMALL = Resources(memory_mib=96, disk_mib=48, processes=64)
 
 
 class Running:
@@ -67,6 +77,17 @@ def running(settings, backend):
 
 
 @pytest.fixture(scope="session")
+def brittle():
+    """Load the backend that breaks where told: test folders are no packages."""
+    name = "sandbox_brittle"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("brittle.py"))
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="session")
 def serve():
     """Start a server with settings and a backend of one's own, as a context."""
     return running
@@ -79,3 +100,66 @@ def server(tmp_path_factory):
     settings = Server(folder=folder / "state", port=0, backend="process", unsafe=True)
     with running(settings, ProcessBackend(folder / "machines", unsafe=True)) as started:
         yield started
+
+
+def lacking(name):
+    if name == "process":
+        return None
+
+    async def checked():
+        return [check for check in await make(name, Path("/tmp/checks")).checks() if not check.ok]
+
+    missing = asyncio.run(checked())
+    return f"{name} needs {missing[0].name}: {missing[0].found}; {missing[0].to_do}" if missing else None
+
+
+@pytest.fixture
+def available():
+    """Tell why this machine cannot run a backend; none if it can."""
+    return lacking
+
+
+@pytest.fixture(params=LIGHT)
+def light(request):
+    """Name each light backend that this machine can run."""
+    if reason := lacking(request.param):
+        pytest.skip(reason)
+    return request.param
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request):
+    """Name each light backend that isolates and that this machine can run."""
+    if reason := lacking(request.param):
+        pytest.skip(reason)
+    return request.param
+
+
+@asynccontextmanager
+async def hosted(name, root):
+    backend = make(name, root / "machines", unsafe=True)
+    host = await Host.open(root, backend)
+    try:
+        yield host
+    finally:
+        for sandbox in host.sandboxes():
+            await sandbox.kill()
+        await host.close()
+        assert await backend.reap(frozenset()) == [], "something was left of a machine that was ended"
+
+
+@pytest.fixture
+def hosting():
+    """Own machines of a backend for as long as a block takes, and hold it to leaving nothing."""
+    return hosted
+
+
+@pytest.fixture
+def started():
+    """Start a small sandbox on a host."""
+
+    async def start(host, **more):
+        name = host.backend.name
+        return await host.create(Spec(resources=SMALL, **more) if name != "process" else Spec(**more))
+
+    return start

@@ -2,212 +2,17 @@
 
 import asyncio
 import itertools
-import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Literal
+from types import ModuleType
 
 import pytest
 
 from triax.errors import SandboxError
 from triax.sandbox.host import Host
-from triax.sandbox.protocol import (
-    OUTPUT_LIMIT,
-    STABLE,
-    Capabilities,
-    Check,
-    Entry,
-    Machine,
-    Process,
-    Result,
-    Spec,
-    Status,
-    Usage,
-)
+from triax.sandbox.protocol import STABLE, Capabilities, Spec, Status
 from triax.sandbox.rules import ALLOWED
 from triax.sandbox.sandbox import Sandbox
-
-How = Literal["before", "after", "hang", "bug", "death"]
-
-
-EVERYTHING = Capabilities(
-    memory_snapshot=True, disk_snapshot=True, fork_running=True, suspend=True, terminals=True, expose=True
-)
-
-
-@dataclass
-class BrittleBackend:
-    """Machines of one number, their memory, that break where told: before a step, after it, or for ever."""
-
-    name: str = "brittle"
-    capabilities: Capabilities = EVERYTHING
-    faults: dict[str, How] = field(default_factory=dict)
-    machines: dict[str, "BrittleMachine"] = field(default_factory=dict)
-    created: int = 0
-
-    async def step(self, name: str, *, machine: "BrittleMachine | None" = None, done: bool = False) -> None:
-        how = self.faults.get(name)
-        if how == "death" and machine is not None and not done:
-            machine.alive = False
-        if (how in ("before", "death") and not done) or (how == "after" and done):
-            raise SandboxError(f"{name}: broken on purpose")
-        if how == "bug" and not done:
-            raise KeyError(name)
-        if how == "hang" and not done:
-            await asyncio.sleep(3600)
-        await asyncio.sleep(0)
-
-    async def create(self, spec: Spec, id: str) -> "BrittleMachine":
-        await self.step("create")
-        machine = BrittleMachine(self, id, 0, 0)
-        try:
-            await self.step("create", done=True)
-        except SandboxError:
-            await machine.kill()
-            raise
-        return machine
-
-    async def restore(self, folder: Path, spec: Spec, id: str, generation: int) -> "BrittleMachine":
-        await self.step("restore")
-        machine = BrittleMachine(self, id, generation, json.loads((folder / "memory.json").read_text()))
-        try:
-            await self.step("restore", done=True)
-        except SandboxError:
-            await machine.kill()
-            raise
-        return machine
-
-    async def reap(self, live: frozenset[str]) -> list[str]:
-        gone = [id for id in self.machines if id not in live]
-        for id in gone:
-            del self.machines[id]
-        return gone
-
-    async def checks(self) -> list[Check]:
-        return []
-
-
-class BrittleMachine:
-    def __init__(self, backend: BrittleBackend, id: str, generation: int, memory: int) -> None:
-        self.backend = backend
-        self.id = id
-        self.generation = generation
-        self.memory = memory
-        self.frozen = False
-        self.alive = True
-        backend.machines[id] = self
-        backend.created += 1
-
-    def _must_run(self) -> None:
-        if not self.alive or self.frozen:
-            raise SandboxError("the machine does not run")
-
-    async def exec(
-        self,
-        argv: Sequence[str] | str,
-        *,
-        stdin: bytes = b"",
-        timeout_s: float | None = None,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        user: str | None = None,
-        output_limit: int = OUTPUT_LIMIT,
-    ) -> Result:
-        self._must_run()
-        self.memory += 1
-        return Result("ok", 0, stdout=str(self.memory).encode())
-
-    async def start(
-        self,
-        argv: Sequence[str] | str,
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        user: str | None = None,
-        terminal: tuple[int, int] | None = None,
-    ) -> Process:
-        raise SandboxError("start: has no processes", "refused")
-
-    async def read(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
-        self._must_run()
-        return str(self.memory).encode()
-
-    async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
-        self._must_run()
-
-    async def list(self, path: str) -> list[Entry]:
-        self._must_run()
-        return []
-
-    async def stat(self, path: str) -> Entry:
-        self._must_run()
-        return Entry(path, "file", 1, 0o644, 0.0)
-
-    async def remove(self, path: str) -> None:
-        self._must_run()
-
-    async def rename(self, source: str, destination: str) -> None:
-        self._must_run()
-
-    async def make_directory(self, path: str) -> None:
-        self._must_run()
-
-    async def expose(self, port: int) -> tuple[str, int]:
-        return "127.0.0.1", port
-
-    async def pause(self) -> None:
-        await self.backend.step("pause", machine=self)
-        self.frozen = True
-        await self.backend.step("pause", machine=self, done=True)
-
-    async def resume(self) -> None:
-        if not self.alive:
-            raise SandboxError("the machine is dead")
-        await self.backend.step("resume", machine=self)
-        self.frozen = False
-        await self.backend.step("resume", machine=self, done=True)
-
-    async def suspend(self, folder: Path) -> None:
-        self.frozen = True
-        await self.backend.step("suspend", machine=self)
-        (folder / "memory.json").write_text(str(self.memory))
-        await self.backend.step("suspend", machine=self, done=True)
-        await self.kill()
-
-    async def snapshot(self, folder: Path, parent: Path | None = None) -> None:
-        before = self.frozen
-        self.frozen = True
-        await self.backend.step("snapshot", machine=self)
-        (folder / "memory.json").write_text(str(self.memory))
-        await self.backend.step("snapshot", machine=self, done=True)
-        self.frozen = before
-
-    async def fork(self, ids: Sequence[str]) -> "Sequence[Machine | SandboxError]":
-        before = self.frozen
-        self.frozen = True
-        await self.backend.step("fork", machine=self)
-        copies: list[Machine | SandboxError] = [
-            BrittleMachine(self.backend, id, self.generation + 1, self.memory) for id in ids
-        ]
-        if self.backend.faults.get("copy"):
-            await self.backend.machines[ids[0]].kill()
-            copies[0] = SandboxError("copy: broken on purpose")
-        await self.backend.step("fork", machine=self, done=True)
-        self.frozen = before
-        return copies
-
-    async def kill(self) -> None:
-        self.alive = False
-        self.backend.machines.pop(self.id, None)
-        await self.backend.step("kill", machine=self)
-
-    async def is_alive(self) -> bool:
-        return self.alive
-
-    async def usage(self) -> Usage:
-        return Usage()
-
 
 OPERATIONS: dict[str, Callable[[Sandbox], Awaitable[object]]] = {
     "exec": lambda sandbox: sandbox.exec("true"),
@@ -244,45 +49,12 @@ AFTER: dict[str, dict[Status, Status]] = {
 }
 
 
-async def in_status(root: Path, status: Status, step_limit_s: float = 5.0) -> tuple[Host, BrittleBackend, Sandbox]:
-    backend = BrittleBackend()
-    host = await Host.open(root, backend, step_limit_s=step_limit_s)
-    sandbox = await host.create(Spec(timeout_s=1000.0))
-    if status == "paused":
-        await sandbox.pause()
-    elif status == "suspended":
-        await sandbox.suspend()
-    elif status == "dead":
-        await sandbox.kill()
-    elif status == "failed":
-        backend.machines[sandbox.id].alive = False
-        await sandbox.check()
-    elif status == "lost":
-        host.store.close()
-        assert host._watcher is not None
-        host._watcher.cancel()
-        host = await Host.open(root, backend, step_limit_s=step_limit_s)
-        sandbox = host.get(sandbox.id)
-    assert sandbox.status == status
-    return host, backend, sandbox
-
-
-def agrees(backend: BrittleBackend, sandbox: Sandbox) -> bool:
-    """Whether the machine is as the status says."""
-    machine = backend.machines.get(sandbox.id)
-    if sandbox.status == "running":
-        return machine is not None and machine.alive and not machine.frozen
-    if sandbox.status == "paused":
-        return machine is not None and machine.alive and machine.frozen
-    return machine is None
-
-
 @pytest.mark.parametrize(("status", "operation"), list(itertools.product(STABLE, OPERATIONS)))
 def test_every_operation_in_every_lasting_status_is_done_or_refused(
-    tmp_path: Path, status: Status, operation: str
+    brittle: ModuleType, tmp_path: Path, status: Status, operation: str
 ) -> None:
     async def run() -> None:
-        host, backend, sandbox = await in_status(tmp_path, status)
+        host, backend, sandbox = await brittle.in_status(tmp_path, status)
         rule = operation if operation in ALLOWED else "use"
         if status in ALLOWED[rule] and operation != "start":
             await OPERATIONS[operation](sandbox)
@@ -295,16 +67,18 @@ def test_every_operation_in_every_lasting_status_is_done_or_refused(
                 assert caught.value.status == 409
                 assert status in str(caught.value)
             assert sandbox.status == status
-        assert agrees(backend, sandbox)
+        assert brittle.agrees(backend, sandbox)
         await host.close()
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize(("during", "operation"), list(itertools.product(BUSY, OPERATIONS)))
-def test_no_operation_gets_into_one_that_is_in_progress(tmp_path: Path, during: Status, operation: str) -> None:
+def test_no_operation_gets_into_one_that_is_in_progress(
+    brittle: ModuleType, tmp_path: Path, during: Status, operation: str
+) -> None:
     async def run() -> None:
-        host, backend, sandbox = await in_status(tmp_path, "suspended" if during == "resuming" else "running")
+        host, backend, sandbox = await brittle.in_status(tmp_path, "suspended" if during == "resuming" else "running")
         going = asyncio.ensure_future(OPERATIONS[BUSY[during]](sandbox))
         await asyncio.sleep(0)
         assert sandbox.status == during
@@ -323,7 +97,7 @@ def test_no_operation_gets_into_one_that_is_in_progress(tmp_path: Path, during: 
             assert caught.value.status == 409
             await going
         assert sandbox.status in STABLE
-        assert agrees(backend, sandbox)
+        assert brittle.agrees(backend, sandbox)
         await host.close()
 
     asyncio.run(run())
@@ -339,9 +113,11 @@ FAULTS = list(
 
 
 @pytest.mark.parametrize(("step", "how", "before"), FAULTS)
-def test_a_step_that_fails_leaves_it_running_or_failed(tmp_path: Path, step: str, how: str, before: Status) -> None:
+def test_a_step_that_fails_leaves_it_running_or_failed(
+    brittle: ModuleType, tmp_path: Path, step: str, how: str, before: Status
+) -> None:
     async def run() -> None:
-        host, backend, sandbox = await in_status(tmp_path, before, step_limit_s=0.05)
+        host, backend, sandbox = await brittle.in_status(tmp_path, before, step_limit_s=0.05)
         if before not in ALLOWED[step]:
             await host.close()
             return
@@ -353,7 +129,7 @@ def test_a_step_that_fails_leaves_it_running_or_failed(tmp_path: Path, step: str
         else:
             assert step == "resume", "only a resume can be found done after it said that it failed"
         assert sandbox.status in ("running", "failed"), "never stuck, never paused by a failure"
-        assert agrees(backend, sandbox), f"says `{sandbox.status}`, and the machine says otherwise"
+        assert brittle.agrees(backend, sandbox), f"says `{sandbox.status}`, and the machine says otherwise"
         if how != "death" and step != "resume":
             assert sandbox.status == "running"
         assert not list(host.store.snapshots_folder.glob(".partial-*"))
@@ -378,9 +154,11 @@ def test_a_step_that_fails_leaves_it_running_or_failed(tmp_path: Path, step: str
 
 
 @pytest.mark.parametrize("how", ["before", "after", "hang", "bug"])
-def test_a_restore_that_fails_leaves_it_suspended_and_works_later(tmp_path: Path, how: str) -> None:
+def test_a_restore_that_fails_leaves_it_suspended_and_works_later(
+    brittle: ModuleType, tmp_path: Path, how: str
+) -> None:
     async def run() -> None:
-        host, backend, sandbox = await in_status(tmp_path, "suspended", step_limit_s=0.05)
+        host, backend, sandbox = await brittle.in_status(tmp_path, "suspended", step_limit_s=0.05)
         backend.faults = {"restore": how}
         with pytest.raises(SandboxError):
             await sandbox.resume()
@@ -398,9 +176,9 @@ def test_a_restore_that_fails_leaves_it_suspended_and_works_later(tmp_path: Path
 
 
 @pytest.mark.parametrize("how", ["before", "after", "hang", "bug"])
-def test_a_machine_that_does_not_start_leaves_no_sandbox(tmp_path: Path, how: str) -> None:
+def test_a_machine_that_does_not_start_leaves_no_sandbox(brittle: ModuleType, tmp_path: Path, how: str) -> None:
     async def run() -> None:
-        backend = BrittleBackend(faults={"create": how})
+        backend = brittle.BrittleBackend(faults={"create": how})
         host = await Host.open(tmp_path, backend, step_limit_s=0.05)
         with pytest.raises(SandboxError) as caught:
             await host.create()
@@ -413,9 +191,9 @@ def test_a_machine_that_does_not_start_leaves_no_sandbox(tmp_path: Path, how: st
     asyncio.run(run())
 
 
-def test_a_copy_that_fails_is_an_error_in_its_place(tmp_path: Path) -> None:
+def test_a_copy_that_fails_is_an_error_in_its_place(brittle: ModuleType, tmp_path: Path) -> None:
     async def run() -> None:
-        host, backend, sandbox = await in_status(tmp_path, "running")
+        host, backend, sandbox = await brittle.in_status(tmp_path, "running")
         backend.faults = {"copy": "before"}
         first, second = await sandbox.fork(2)
         assert isinstance(first, SandboxError)
@@ -453,10 +231,10 @@ class FullDisk:
     ],
 )
 def test_a_full_disk_at_any_write_leaves_a_true_status(
-    tmp_path: Path, operation: str, before: Status, after: int
+    brittle: ModuleType, tmp_path: Path, operation: str, before: Status, after: int
 ) -> None:
     async def run() -> None:
-        host, backend, sandbox = await in_status(tmp_path, before)
+        host, backend, sandbox = await brittle.in_status(tmp_path, before)
         disk = FullDisk(host, after)
         (answer,) = await asyncio.gather(OPERATIONS[operation](sandbox), return_exceptions=True)
         if isinstance(answer, BaseException):
@@ -468,7 +246,7 @@ def test_a_full_disk_at_any_write_leaves_a_true_status(
                 assert isinstance(answer, list)
                 alive = [copy for copy in answer if isinstance(copy, Sandbox)]
                 assert len(backend.machines) == len(alive) + (before != "suspended")
-        assert agrees(backend, sandbox)
+        assert brittle.agrees(backend, sandbox)
         host.store._replace = disk.real  # type: ignore[method-assign]
         if sandbox.status != "running":
             await sandbox.resume()
@@ -479,9 +257,11 @@ def test_a_full_disk_at_any_write_leaves_a_true_status(
 
 
 @pytest.mark.parametrize("operation", CHANGES)
-def test_a_caller_that_gives_up_leaves_no_half_done_operation(tmp_path: Path, operation: str) -> None:
+def test_a_caller_that_gives_up_leaves_no_half_done_operation(
+    brittle: ModuleType, tmp_path: Path, operation: str
+) -> None:
     async def run() -> None:
-        host, backend, sandbox = await in_status(tmp_path, "paused" if operation == "resume" else "running")
+        host, backend, sandbox = await brittle.in_status(tmp_path, "paused" if operation == "resume" else "running")
         going = asyncio.ensure_future(OPERATIONS[operation](sandbox))
         await asyncio.sleep(0)
         going.cancel()
@@ -489,15 +269,15 @@ def test_a_caller_that_gives_up_leaves_no_half_done_operation(tmp_path: Path, op
             await going
         await sandbox.settled()
         assert sandbox.status in STABLE
-        assert agrees(backend, sandbox)
+        assert brittle.agrees(backend, sandbox)
         await host.close()
 
     asyncio.run(run())
 
 
-def test_a_machine_that_ends_by_itself_is_told_as_failed(tmp_path: Path) -> None:
+def test_a_machine_that_ends_by_itself_is_told_as_failed(brittle: ModuleType, tmp_path: Path) -> None:
     async def run() -> None:
-        host, backend, sandbox = await in_status(tmp_path, "running")
+        host, backend, sandbox = await brittle.in_status(tmp_path, "running")
         backend.machines[sandbox.id].alive = False
         with pytest.raises(SandboxError) as caught:
             await sandbox.exec("true")
@@ -509,9 +289,9 @@ def test_a_machine_that_ends_by_itself_is_told_as_failed(tmp_path: Path) -> None
     asyncio.run(run())
 
 
-def test_what_a_backend_cannot_do_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+def test_what_a_backend_cannot_do_is_refused_and_changes_nothing(brittle: ModuleType, tmp_path: Path) -> None:
     async def run() -> None:
-        backend = BrittleBackend(capabilities=Capabilities())
+        backend = brittle.BrittleBackend(capabilities=Capabilities())
         host = await Host.open(tmp_path, backend)
         with pytest.raises(SandboxError, match="cannot suspend"):
             await host.create(Spec(timeout_s=5.0))
@@ -532,9 +312,9 @@ def test_what_a_backend_cannot_do_is_refused_and_changes_nothing(tmp_path: Path)
     asyncio.run(run())
 
 
-def test_a_pause_without_memory_is_refused_where_memory_would_be_kept(tmp_path: Path) -> None:
+def test_a_pause_without_memory_is_refused_where_memory_would_be_kept(brittle: ModuleType, tmp_path: Path) -> None:
     async def run() -> None:
-        host, _, sandbox = await in_status(tmp_path, "running")
+        host, _, sandbox = await brittle.in_status(tmp_path, "running")
         with pytest.raises(SandboxError, match="keep_memory `False`"):
             await sandbox.suspend(keep_memory=False)
         assert sandbox.status == "running"
