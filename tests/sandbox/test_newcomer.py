@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from e2b import InvalidArgumentException, Sandbox, SandboxException
 
 from triax.errors import SandboxError
 from triax.sandbox.backend.choose import make
@@ -111,3 +112,23 @@ def test_a_folder_of_another_backend_is_refused_and_left_as_it_was(tmp_path):
         return read
 
     assert asyncio.run(lives()) == b"kept"
+
+
+def test_a_form_whose_file_name_is_too_long_is_a_bad_request_and_no_failure(server):
+    with Sandbox.create(**server.options) as sandbox:
+        with pytest.raises(InvalidArgumentException, match="form"):
+            sandbox.files.write("a/" * 3000 + "x", b"x")
+        assert sandbox.commands.run("echo on").stdout == "on\n"
+
+
+def test_an_unknown_template_is_named_as_what_was_asked_for(server):
+    with pytest.raises(SandboxException, match="template or snapshot 'nosuch': there is none"):
+        Sandbox.create("nosuch", **server.options)
+    with pytest.raises(SandboxException, match="there is none"):
+        Sandbox.create("x" * 4000, **server.options)
+
+
+def test_an_answer_does_not_repeat_escape_sequences_of_names(server):
+    with pytest.raises(SandboxException) as refused:
+        Sandbox.create(metadata={"\x1b[31mred": "x"}, **server.options)
+    assert str(refused.value).isprintable()

@@ -262,7 +262,7 @@ class Store:
 
     def exists(self, id: str) -> bool:
         """Tell whether a snapshot is complete."""
-        return (self.snapshots_folder / id / MANIFEST).is_file()
+        return bool(ID.fullmatch(id)) and (self.snapshots_folder / id / MANIFEST).is_file()
 
     def needed(self, records: Iterable[Record]) -> set[str]:
         """Return ids of snapshots that records or kept snapshots cannot do without."""

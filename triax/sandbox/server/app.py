@@ -168,6 +168,7 @@ async def _malformed(request: Request, problem: Exception) -> Response:
     if first["type"] == "json_invalid":
         return wire.problem(400, f"body: is no JSON; {first.get('ctx', {}).get('error', first['msg'])}")
     place = ".".join(str(part) for part in first["loc"] if part != "body")
+    place = "".join(letter if letter.isprintable() else "?" for letter in place)
     found = json.dumps(first.get("input"), default=str)[:200]
     return wire.problem(400, f"{place or 'body'}: {first['msg']}; found {found}")
 

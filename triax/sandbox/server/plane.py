@@ -140,7 +140,14 @@ class Plane:
             sandbox = await self._make(wanted, kept.template, kept.name)
             self.catalog.count(kept)
             return sandbox
-        snapshot = self.host.snapshot(self.catalog.snapshot_id(wanted.template_id))
+        id = self.catalog.snapshot_id(wanted.template_id)
+        if not self.host.store.exists(id):
+            raise SandboxError(
+                f"template or snapshot {wanted.template_id[:80]!r}: there is none; list what there is",
+                "refused",
+                status=404,
+            )
+        snapshot = self.host.snapshot(id)
         spec = self._spec(wanted, snapshot.spec.resources, snapshot.spec, wanted.template_id)
         self._admit(spec.resources)
         return await self.host.create(spec, snapshot=snapshot.id)

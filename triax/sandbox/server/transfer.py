@@ -11,6 +11,7 @@ from typing import IO
 
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -92,8 +93,9 @@ async def upload(request: Request, session: Session) -> Response:
 async def _form(request: Request) -> AsyncGenerator[list[UploadFile], None]:
     try:
         form = await request.form(max_files=1000, max_fields=0)
-    except HTTPException as problem:
-        raise Fault("invalid_argument", f"body is no form: {problem.detail}") from None
+    except (HTTPException, MultiPartException) as problem:
+        why = problem.detail if isinstance(problem, HTTPException) else problem.message
+        raise Fault("invalid_argument", f"body is no form, or a name in it is too long: {why}") from None
     try:
         files = [file for _, file in form.multi_items() if isinstance(file, UploadFile)]
         if not files:
