@@ -16,7 +16,7 @@ from triax.sandbox.sandbox import Sandbox
 from triax.sandbox.server import schema, wire
 from triax.sandbox.server.access import Access
 from triax.sandbox.server.catalog import Catalog
-from triax.sandbox.server.policy import network_of
+from triax.sandbox.server.policy import network_of, refuse_unsupported
 from triax.sandbox.server.session import Session
 from triax.sandbox.server.warm import Warm, plain
 from triax.sandbox.store import Snapshot
@@ -131,7 +131,7 @@ class Plane:
         return sandbox
 
     async def _create(self, wanted: schema.NewSandbox | schema.NewColdSandbox) -> Sandbox:
-        self._refuse_unsupported(wanted)
+        refuse_unsupported(wanted, self.host.backend)
         if isinstance(wanted, schema.NewColdSandbox):
             template = self._cold(wanted)
             return await self._make(wanted, template, wanted.image)
@@ -207,16 +207,6 @@ class Plane:
                 "refused",
             )
         return max(float(timeout), 0.001)
-
-    def _refuse_unsupported(self, wanted: schema.Life) -> None:
-        for name in ("mcp", "iam", "volume_mounts", "custom_extension_params", "attached_drives", "extra_boot_args"):
-            if getattr(wanted, name, None):
-                raise SandboxError(f"{name}: not supported by this server; leave it out", "refused")
-        capabilities = self.host.backend.capabilities
-        if wanted.auto_pause is not False and not wanted.auto_pause_memory and capabilities.memory_snapshot:
-            raise SandboxError(
-                "autoPauseMemory: a paused sandbox keeps its memory here; found false; leave it out", "refused"
-            )
 
     def _cold(self, wanted: schema.NewColdSandbox) -> Template:
         base = self.settings.templates["base"]

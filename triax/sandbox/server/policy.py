@@ -1,4 +1,4 @@
-"""What a sandbox may reach, from what its client asked and what the server allows."""
+"""What a sandbox may be and reach, from what its client asked and what the server allows."""
 
 import ipaddress
 
@@ -8,6 +8,21 @@ from triax.sandbox.protocol import Backend, Network
 from triax.sandbox.server import schema
 
 EVERYWHERE = ("0.0.0.0/0", "::/0")
+
+
+def refuse_unsupported(wanted: schema.Life, backend: Backend) -> None:
+    """Refuse what no sandbox of this server has.
+
+    Raises:
+        SandboxError: The client asked for such a thing; the message names it.
+    """
+    for name in ("mcp", "iam", "volume_mounts", "custom_extension_params", "attached_drives", "extra_boot_args"):
+        if getattr(wanted, name, None):
+            raise SandboxError(f"{name}: not supported by this server; leave it out", "refused")
+    if wanted.auto_pause is not False and not wanted.auto_pause_memory and backend.capabilities.memory_snapshot:
+        raise SandboxError(
+            "autoPauseMemory: a paused sandbox keeps its memory here; found false; leave it out", "refused"
+        )
 
 
 def network_of(wanted: schema.Network, internet: bool | None, settings: Server, backend: Backend) -> Network:
