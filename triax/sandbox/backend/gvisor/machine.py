@@ -322,6 +322,11 @@ class GvisorMachine(ReachedFiles):
     async def _detach(self) -> None:
         """Make every relay let go of the host, without which the sandbox could not be restored."""
         waiting = [child for child in self._children if child.running]
+        # a relay that is only on its way in would hear nothing, and take the host's descriptors into the memory
+        with suppress(TimeoutError):
+            async with asyncio.timeout(START_S):
+                while any(child.running and not child.begun for child in waiting):
+                    await asyncio.sleep(0.005)
         if waiting:
             await self._tell(signal.SIGUSR1, "all")
         self._epoch += 1
