@@ -29,6 +29,19 @@ def test_children_go_on_where_the_source_was_and_never_see_each_other(in_lab, sa
     in_lab(test)
 
 
+def test_sweeping_up_meanwhile_takes_nothing_from_children_on_their_way(in_lab, said):
+    async def test(lab):
+        machine = await lab.create()
+        forking = asyncio.create_task(lab.fork(machine, "one", "two"))
+        while not forking.done():
+            await lab.backend.reap(frozenset({machine.id, "one", "two"}))
+            await asyncio.sleep(0.005)
+        for child in await forking:
+            assert await said(child, "echo on") == "on"
+
+    in_lab(test)
+
+
 def test_every_child_has_entropy_names_and_credentials_of_its_own(in_lab, said):
     async def test(lab):
         machine = await lab.create()

@@ -68,6 +68,7 @@ class QemuBackend:
         self.root = Path(root).absolute()
         self.cache = (cache or cache_folder()).absolute()
         self.ground = Ground(self.cache, package, accelerator)
+        self._splitting: set[str] = set()
 
     async def create(self, spec: Spec, id: str) -> QemuMachine:
         """Start a machine from the template of its image and size, which is booted first if there is none.
@@ -214,6 +215,7 @@ class QemuBackend:
         """
         folder = self.root / f".fork-{machine.id}-{os.urandom(4).hex()}"
         folder.mkdir(parents=True)
+        self._splitting.add(folder.name)
         try:
             fit, _ = await self.ground.offers(machine.spec)
             await save(machine, folder, fit, goes_on=True, durable=False)
@@ -232,12 +234,13 @@ class QemuBackend:
             return list(await asyncio.gather(*(copy(id) for id in ids)))
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            self._splitting.discard(folder.name)
 
     async def reap(self, live: frozenset[str]) -> list[str]:
         """End processes and remove folders of machines that nobody owns any more."""
         ended = []
         names = set(os.listdir(self.root)) if self.root.is_dir() else set()
-        for name in sorted(names - live):
+        for name in sorted(names - live - self._splitting):
             if name.startswith("."):
                 shutil.rmtree(self.root / name, ignore_errors=True)
                 continue
