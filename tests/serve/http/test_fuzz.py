@@ -83,7 +83,7 @@ def fuzz(description, examples, **how):
 
 
 def test_random_requests_meet_no_fault(description):
-    assert fuzz(description, 6, derandomize=True, database=None) > 100
+    assert fuzz(description, 6, derandomize=True, database=None) > 60
 
 
 @pytest.mark.soak
