@@ -29,7 +29,9 @@ def chat(
     temperature: Annotated[
         float | None, typer.Option(min=0.0, help="0 takes the likeliest token; the model's own if not given.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the first text; each further one takes the next.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Same seed, same answers; a base model's texts take the next one each.")
+    ] = None,
     effort: Annotated[str | None, typer.Option(help="How much to think: low, high, max, or none.")] = None,
     key: Annotated[str, typer.Option(help="API key of the server.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N, for a checkpoint.")] = "auto",
@@ -44,10 +46,11 @@ def chat(
     speaker = _speaker(model, key, device)
     if not isinstance(speaker, Speaker) or speaker.is_base:
         say(HELP)
-        manner = Manner(tokens=max_tokens or 128, temperature=0.7 if temperature is None else temperature, seed=seed)
+        warmth = 0.7 if temperature is None else temperature
+        manner = Manner(tokens=max_tokens or 128, temperature=warmth, seed=seed or 0)
         talk(speaker, _lines(), _write, say, manner)
         return
-    options = {"max_tokens": max_tokens, "temperature": temperature, "reasoning_effort": effort}
+    options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "reasoning_effort": effort}
     say(f"{speaker.name} listens; /help tells more")
     conversation = Conversation(
         speaker, _write, _think, say, {name: value for name, value in options.items() if value is not None}
