@@ -95,8 +95,7 @@ def test_a_fork_bomb_meets_its_limit_and_neighbours_stay_quick(kind, tmp_path):
             outcome = result.kind if isinstance(result, SandboxError) else result.outcome
             assert outcome in ("timeout", "ok", "out_of_memory", "infrastructure", "refused")
             # a busy machine disturbs short times by itself: the floor is one slice of its scheduler
-            # half a second for what else this machine does: within twice is what is wanted
-            assert during < max(2 * before, before + 0.5), f"{before:.3f} s before, {during:.3f} s beside a fork bomb"
+            assert during < max(2 * before, before + 0.1), f"{before:.3f} s before, {during:.3f} s beside a fork bomb"
             assert threading.active_count() < threads + 50
             await survives(sandbox, host)
 
@@ -322,8 +321,7 @@ def test_floods_of_output_cost_the_host_little(kind, tmp_path):
             results = await asyncio.gather(*floods)
             assert [result.outcome for result in results] == ["timeout"] * 3
             assert all(result.truncated and len(result.stdout) == 4096 for result in results)
-            # half a second for what else this machine does: within twice is what is wanted
-            assert during < max(2 * before, before + 0.5), f"{before:.3f} s before, {during:.3f} s beside floods"
+            assert during < max(2 * before, before + 0.1), f"{before:.3f} s before, {during:.3f} s beside floods"
             assert share < 0.9, "the host reads floods all day"
 
     asyncio.run(run())

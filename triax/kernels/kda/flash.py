@@ -1,17 +1,16 @@
 """Kimi Delta Attention on a GPU: all chunks prepared at once, then one walk a head with the state in registers."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from triax.errors import UnsupportedError
+from triax.kernels.device import assembler
 from triax.kernels.kda.flash_backward import gradients, scan_back
 from triax.kernels.kda.flash_forward import prepare, scan
 from triax.kernels.kda.hopper import passes
@@ -141,19 +140,6 @@ def kda(
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     read, final, interior, *_ = kda_flash(*inputs, list(starts), list(states_at), bounded, keep)
     return KdaResult(read, final, interior)
-
-
-@contextmanager
-def assembler() -> Iterator[None]:
-    """Assemble with ptxas 12.9, which Triton's wheel carries too.
-
-    From these kernels its 12.8 makes code that reads a uniform register before writing it: a matrix product then takes
-    its operand from anywhere in shared memory, and the kernel faults or, worse, does not.
-    """
-    tools: Any = triton.knobs.nvidia
-    with tools.scope():
-        tools.ptxas = tools.ptxas_blackwell.path
-        yield
 
 
 def _run(kernel: Any, programs: int, *arguments: Any, num_warps: int, num_stages: int) -> None:
