@@ -203,6 +203,26 @@ def test_what_the_kernel_cannot_take_is_refused_by_name(on_host):
 
 
 @pytest.mark.kernel
+@pytest.mark.parametrize("rows", [1, 3])
+def test_streams_that_begin_anywhere_in_one_projection_reach_the_copy_engine_in_multiples_of_16_bytes(rows):
+    from triax.kernels.kda import fused
+
+    wide = torch.randn(rows, 1 + 3 * 64 + 2 * 64 + 2).bfloat16()
+    _, mixed, decay, beta, gate = wide.split([1, 3 * 64, 64, 2, 64], -1)
+    inputs = Projected(*(x[:, None] for x in (mixed, decay.unflatten(-1, (2, 32)), beta, gate.unflatten(-1, (2, 32)))))
+    memory = slots(4, H=2, K=32, V=32)
+    tensors, _, _ = fused.arguments(
+        inputs, weights(H=2), memory.state, memory.window, torch.arange(rows), None, None, None, None
+    )
+    for given, taken in zip(inputs, tensors, strict=False):
+        torch.testing.assert_close(taken, given)
+        assert given is inputs.beta or not any(row.data_ptr() % fused.ALIGNMENT for row in taken)
+    odd = torch.zeros(4 * 2 * 32 * 32 + 1)[1:].view(4, 2, 32, 32)
+    if fused.nvrtc.is_available():
+        assert "slots of `state`" in fused.unsupported(odd, mixed)
+
+
+@pytest.mark.kernel
 @pytest.mark.parametrize(
     ("K", "V", "lowest", "dtype"),
     [(64, 32, SOFTPLUS, torch.float32), (32, 64, BOUNDED, torch.bfloat16)],

@@ -35,6 +35,9 @@ def unsupported(state: Tensor, *streams: Tensor, window: Tensor | None = None) -
         return f"head sizes `{channels}` and `{width}`"
     if streams[0].dim() == 3 and streams[0].shape[1] > MOST_TOKENS:
         return f"{streams[0].shape[1]} tokens a row"
+    for name, memory in (("state", state), ("window", window)):
+        if memory is not None and (memory.data_ptr() % ALIGNMENT or memory.stride(0) * memory.itemsize % ALIGNMENT):
+            return f"slots of `{name}` that begin between multiples of {ALIGNMENT} bytes"
     return None
 
 
@@ -164,6 +167,8 @@ def arguments(
         strides = [*mixed.stride()[:2], *decay.stride()[:3], *beta.stride(), *gate.stride()[:3]]
     layer = [None] * 4 if weights is None else [x.detach().float().contiguous() for x in weights[:4]]
     kept = [None] * 3 if records is None else list(records[1:])
+    if pending is not None and pending.mixed.stride(-1) != 1:
+        pending = pending._replace(mixed=pending.mixed.contiguous())
     old = [None] * 4 if pending is None else [pending.mixed, *(part.contiguous() for part in pending[1:])]
     counts = [None if x is None else x.int() for x in (slot, accepted)]
     tensors = [*streams, *layer, state, window, counts[0], read, *kept, *old, counts[1]]
@@ -234,7 +239,10 @@ def resident(device: torch.device, shared: int) -> int:
 def _copyable(x: Tensor) -> Tensor:
     """Return the tensor with rows where the copy engine can read them."""
     steps = (x.data_ptr(), *(stride * x.itemsize for stride in x.stride()[:-1]))
-    return x if x.stride(-1) == 1 and not any(step % ALIGNMENT for step in steps) else x.contiguous()
+    if x.stride(-1) == 1 and not any(step % ALIGNMENT for step in steps):
+        return x
+    packed = x.contiguous()  # which is the tensor itself where it is packed already, wherever it begins
+    return packed if packed.data_ptr() % ALIGNMENT == 0 else packed.clone()
 
 
 def _require(state: Tensor, *streams: Tensor, window: Tensor | None = None) -> None:

@@ -68,6 +68,7 @@ def decode(
     groups = -(-heads // columns)
     parts = splits(count * queries * groups, table.shape[1], processors(query.device))
     query, table, seen = query.contiguous(), table.int(), seen.int()
+    query = query if query.data_ptr() % 16 == 0 else query.clone()  # the copy engine reads from multiples of 16 bytes
     table = table if table.stride(-1) == 1 else table.contiguous()
     part, summary = workspace(query, parts, value_dim)
     slots = ring_slots(columns)
