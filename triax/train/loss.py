@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from triax.kernels.cross_entropy import nats
 from triax.kernels.linear import operand
 
 IGNORED = -100
@@ -68,17 +69,12 @@ def _nats(
         for start in range(0, hidden.shape[0], size):
             part = slice(start, start + size)
             narrow = operand(hidden[part], dtype)
-            logits = (narrow @ narrow_weight.T).to(wide)
-            trained = targets[part] != IGNORED
-            target = torch.where(trained, targets[part], 0)[:, None]
-            logits.sub_(logits.amax(-1, keepdim=True))
-            picked = logits.gather(-1, target)
-            total = logits.exp_().sum(-1, keepdim=True)
-            loss += torch.where(trained, (total.log() - picked)[:, 0], 0).sum()
-            if hidden_grad is None and weight_grad is None:
+            wants_slope = wants_hidden or wants_weight
+            cost, slope = nats(narrow @ narrow_weight.T, targets[part], IGNORED, wants_slope=wants_slope)
+            loss += cost.sum()
+            if slope is None:
                 continue
-            slope = logits.div_(total).scatter_add_(-1, target, -torch.ones_like(total))
-            slope = operand(slope.mul_(trained[:, None]), dtype)
+            slope = operand(slope, dtype)
             if hidden_grad is not None:
                 hidden_grad[part] = slope @ narrow_weight
             if weight_grad is not None:
