@@ -47,5 +47,9 @@ def targets_after_next(targets: Int[Tensor, " T"], lengths: tuple[int, ...]) -> 
 
 def precision(kind: Literal["auto", "fp32", "bf16"], device: torch.device) -> torch.autocast:
     """Return the context in which forwards run: bf16 products over fp32 weights, or fp32 throughout."""
-    is_bf16 = kind == "bf16" or (kind == "auto" and device.type == "cuda")
-    return torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
+    return torch.autocast(device.type, torch.bfloat16, enabled=is_bf16(kind, device))
+
+
+def is_bf16(kind: Literal["auto", "fp32", "bf16"], device: torch.device) -> bool:
+    """Return whether the products of forwards are bf16; left to the device, they are on a GPU."""
+    return kind == "bf16" or (kind == "auto" and device.type == "cuda")

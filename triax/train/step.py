@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +15,8 @@ from triax.model.router import Router
 from triax.optim.build import Moved, Optimizer
 from triax.train.groups import group_of
 from triax.train.loss import IGNORED
-from triax.train.objective import cost, precision, targets_after_next
+from triax.train.narrow import NarrowMatrices
+from triax.train.objective import cost, is_bf16, precision, targets_after_next
 from triax.train.watch import blame
 
 
@@ -50,6 +52,9 @@ class Step:
         self.kind, self.balance = recipe.train.precision, recipe.balance
         self.further_weight = recipe.model.multi_token.loss_weight if recipe.model.multi_token else 0.0
         self.device = model.head.weight.device
+        # a CPU that emulates bf16 multiplies in fp32 and so gives the masters better gradients than rounded ones
+        narrows = self.device.type == "cuda" and is_bf16(self.kind, self.device)
+        self.narrow = NarrowMatrices(model, torch.bfloat16) if narrows else None
         self.routers = [module for module in model.modules() if isinstance(module, Router)]
         prepare(self.routers, recipe.balance)
         names = [name for name, _ in model.named_parameters()]
@@ -98,15 +103,16 @@ class Step:
         if self.further_weight:
             num_further = sum(int((targets_after_next(b.targets, b.lengths) != IGNORED).sum()) for b in batches)
         nats, further_nats = [], []
-        for batch in batches:
-            with precision(self.kind, self.device):
-                paid = cost(self.model, batch, self.device)
-            total = paid.nats / num_trained
-            nats.append(paid.nats.detach())
-            if paid.further_nats is not None:
-                total = total + self.further_weight * paid.further_nats / max(1, num_further)
-                further_nats.append(paid.further_nats.detach())
-            total.backward()
+        with nullcontext() if self.narrow is None else self.narrow():
+            for batch in batches:
+                with precision(self.kind, self.device):
+                    paid = cost(self.model, batch, self.device)
+                total = paid.nats / num_trained
+                nats.append(paid.nats.detach())
+                if paid.further_nats is not None:
+                    total = total + self.further_weight * paid.further_nats / max(1, num_further)
+                    further_nats.append(paid.further_nats.detach())
+                total.backward()
         loss = torch.stack(nats).double().sum().item() / num_trained
         further = torch.stack(further_nats).double().sum().item() / max(1, num_further) if further_nats else None
         return loss, further
