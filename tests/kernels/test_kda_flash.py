@@ -125,12 +125,13 @@ from triax.kernels.kda import flash, flash_backward, flash_forward
 numbers = {"H", "T", "qt", "qh", "kt", "kh", "vt", "vh", "gt", "gh", "bt", "rt", "rh"}
 tables = {"first", "count", "runs", "run_first", "run_tokens", "run_chunk", "run_slot"}
 exact = {"decay", "ends", "state", "dends", "dstate", "db", "g", "dg", "beta"}
-common = {"K": 128, "V": 128, "BK": 32, "BV": 128, "BOUNDED": True, "KEEP": True, "PRECISION": "tf32", "bh": 1}
+common = {"K": 128, "V": 128, "BK": 32, "BV": 128, "ANCHORED": 32, "KEEP": True, "PRECISION": "tf32", "bh": 1}
 tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
-for kernel, warps, stages in (
-    (flash_forward.prepare, 4, 1), (flash_forward.scan, 8, 2),
-    (flash_backward.scan_back, 8, 2), (flash_backward.gradients, 4, 1),
+for kernel, warps, stages, anchored in (
+    (flash_forward.prepare, 4, 1, 32), (flash_forward.prepare, 4, 1, 16), (flash_forward.scan, 8, 2, 32),
+    (flash_backward.scan_back, 8, 2, 32), (flash_backward.gradients, 4, 1, 32), (flash_backward.gradients, 4, 1, 16),
 ):
+    common["ANCHORED"] = anchored
     signature, constants, aligned = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):
         if name in common:
@@ -151,7 +152,7 @@ for kernel, warps, stages in (
         usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
         sass = subprocess.run([tool, "--dump-sass", file.name], capture_output=True, text=True).stdout
     registers, stack = map(int, re.search(r"REG:(\\d+) STACK:(\\d+)", usage).groups())
-    print(json.dumps({"name": kernel.__name__, "registers": registers, "stack": stack,
+    print(json.dumps({"name": f"{kernel.__name__} {anchored}", "registers": registers, "stack": stack,
                       "shared": compiled.metadata.shared, "sass": sass}))
 """
 
@@ -188,13 +189,13 @@ def compiled():
 
 @pytest.mark.kernel
 def test_kernels_compile_for_hopper_to_its_own_matrix_instructions(compiled):
-    assert set(compiled) == {"prepare", "scan", "scan_back", "gradients"}
+    assert len(compiled) == 6
     for name, kernel in compiled.items():
         assert kernel["sass"].count("HGMMA") >= 20, name
         assert " HMMA" not in kernel["sass"], name
         assert kernel["registers"] <= 255, name
         assert kernel["shared"] <= 227 * 1024, name
-    assert compiled["prepare"]["stack"] == 0  # bytes of registers spilled; the others spill some, see the record
+    assert compiled["prepare 32"]["stack"] == 0  # bytes of registers spilled; the others spill some, see the record
 
 
 @pytest.mark.kernel

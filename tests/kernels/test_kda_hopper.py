@@ -235,7 +235,7 @@ def hopper():
 def test_errors_on_hopper_stay_below_the_bars(hopper, kind, lengths, heads, states_at, read_only):
     x = draw_activated(sum(lengths), heads, len(lengths), kind, "cuda")
     starts = tuple(accumulate(lengths, initial=0))
-    assert passes.takes(*x[:3], bounded=True)
+    assert passes.takes(*x[:3], anchored=32)
     found = outcome(kda, x, starts, states_at, read_only, lowest_log_decay=-5.0)
     expected = outcome(reference.kda, [t.double() for t in x], starts, states_at, read_only)
     of_outputs, of_gradients = BARS.get(kind, (6e-3, 8e-3))

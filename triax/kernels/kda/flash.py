@@ -17,7 +17,7 @@ from triax.kernels.kda.hopper import passes
 from triax.kernels.kda.reference import KdaResult, ungrouped
 
 CHUNK = 64
-LOWEST_ANCHORED = -5.0  # 16 steps from the middle of a tile, e^80, are inside bf16's range
+LOWEST_ANCHORED = -5.0  # 16 steps from the middle of a tile of 32, e^80, are inside bf16's range
 SIZES = (32, 64, 128)
 WIDEST = 256
 """Of values alone: their columns do not know of each other, so these are worked on in two halves."""
@@ -95,6 +95,16 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     return None
 
 
+def rows_anchored(lowest_log_decay: float, dtype: torch.dtype) -> int:
+    """Return how many rows of a chunk share an anchor: few enough for their decay to stay in range, see `flash_forward`.
+
+    Unbounded gates of fp32 products get 1, which is exact; of bf16 products 16, which holds a token's log decay at -10.
+    """
+    if lowest_log_decay >= LOWEST_ANCHORED:
+        return 32
+    return 1 if dtype == torch.float32 else 16
+
+
 def kda(
     query: Float[Tensor, "T Q K"],
     key: Float[Tensor, "T Q K"],
@@ -110,7 +120,8 @@ def kda(
     """Compute what `triax.kernels.kda.kda` describes with the GPU kernels or not at all.
 
     Products use bf16 operands and fp32 sums when query, key and value are bf16, or under autocast to bf16; otherwise
-    fp32 operands, as three tf32 products each.
+    fp32 operands, as three tf32 products each. With bf16 products and `lowest_log_decay` below -5 a channel keeps at
+    least e^-10, 4.5e-5, of itself from token to token, whatever its gate says; gradients are those of the gate given.
 
     Raises:
         UnsupportedError: The kernels have no form for this dtype or head size.
@@ -133,12 +144,12 @@ def kda(
     device = query.device.type
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
         query, key, value = (x.bfloat16() for x in (query, key, value))
-    bounded = lowest_log_decay >= LOWEST_ANCHORED
-    if not passes.takes(query, key, value, bounded):
+    anchored = rows_anchored(lowest_log_decay, _product_dtype(query, key, value))
+    if not passes.takes(query, key, value, anchored):
         query, key = ungrouped(query, value.shape[1]), ungrouped(key, value.shape[1])
     inputs = (query, key, value, log_decay, beta, state)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    read, final, interior, *_ = kda_flash(*inputs, list(starts), list(states_at), bounded, keep)
+    read, final, interior, *_ = kda_flash(*inputs, list(starts), list(states_at), anchored, keep)
     return KdaResult(read, final, interior)
 
 
@@ -202,7 +213,7 @@ class _Prepared(NamedTuple):
     decay: Tensor
 
 
-def _prepare(launch: _Launch, table: RunTable, bounded: bool) -> _Prepared:
+def _prepare(launch: _Launch, table: RunTable, anchored: int) -> _Prepared:
     query, key, _, log_decay, beta = launch.streams
     heads, channels = key.shape[1:]
     chunks = len(table.first)
@@ -217,7 +228,7 @@ def _prepare(launch: _Launch, table: RunTable, bounded: bool) -> _Prepared:
     _run(
         prepare, chunks * heads,
         query, key, log_decay, beta, table.first, table.count, *prepared,
-        *_strides(query, key, log_decay, beta), heads, channels, min(channels, 32), bounded, launch.precision,
+        *_strides(query, key, log_decay, beta), heads, channels, min(channels, 32), anchored, launch.precision,
         num_warps=4, num_stages=1,
     )  # fmt: skip
     return prepared
@@ -242,12 +253,12 @@ def kda_flash(
     state: Tensor | None,
     starts: Sequence[int],
     states_at: Sequence[int],
-    bounded: bool,
+    anchored: int,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return what was read, the last states, those wanted, and for the backward pass all chunks' states and writes."""
     table = run_table(tuple(starts), tuple(states_at), query.device)
-    if passes.takes(query, key, value, bounded):
+    if passes.takes(query, key, value, anchored):
         return passes.forward(query, key, value, log_decay, beta, state, table, keep)
     # Measured: where it also keeps states, the wide walk is the faster one with few heads too.
     launch = _launch(query, key, value, log_decay, beta, (len(starts) - 1) * key.shape[1], wide=keep)
@@ -261,7 +272,7 @@ def kda_flash(
     ends = state.new_empty(table.num_slots, heads, channels, width)
     states = values.new_empty(chunks, heads, width, channels)
     written = values.new_empty(chunks, heads, CHUNK, width)
-    prepared = _prepare(launch, table, bounded)
+    prepared = _prepare(launch, table, anchored)
     _run(
         scan, width // launch.value_tile * heads * sequences,
         values, betas, state, *table[2:7], *prepared, read, states, written, ends,
@@ -286,14 +297,14 @@ def kda_flash_backward(
     d_interior: Tensor,
     starts: Sequence[int],
     states_at: Sequence[int],
-    bounded: bool,
+    anchored: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Prepare the chunks again, walk back with the state's gradient, then everything else at once."""
     table = run_table(tuple(starts), tuple(states_at), query.device)
     tokens, heads, channels, width = *key.shape, value.shape[2]
     sequences, chunks = len(starts) - 1, len(table.first)
     d_ends = ends_of(table, d_final, d_interior)
-    if passes.takes(query, key, value, bounded):
+    if passes.takes(query, key, value, anchored):
         inputs = (query, key, value, log_decay, beta, states, written)
         of, d_state = passes.backward(*inputs, d_read, d_ends, table)
         return of.query, of.key, of.value, of.log_decay.to(log_decay.dtype), of.beta.to(beta.dtype), d_state
@@ -301,7 +312,7 @@ def kda_flash_backward(
     d_read = _last_contiguous(d_read.to(states.dtype))
     d_states, d_errors = torch.empty_like(states), torch.empty_like(written)
     d_state = torch.empty_like(d_ends[:sequences])
-    prepared = _prepare(launch, table, bounded)
+    prepared = _prepare(launch, table, anchored)
     _run(
         scan_back, width // launch.value_tile * heads * sequences,
         d_read, d_ends, *table[2:7], *prepared, d_errors, d_states, d_state, *_strides(d_read),
@@ -316,7 +327,7 @@ def kda_flash_backward(
         gradients, pieces * chunks * heads,
         *launch.streams, d_read, table.first, table.count, states, written, d_errors, d_states,
         *outputs, of_beta, *_strides(*launch.streams, d_read), tokens, heads, channels, width,
-        launch.channel_tile, bounded, launch.precision, num_warps=4, num_stages=1,
+        launch.channel_tile, anchored, launch.precision, num_warps=4, num_stages=1,
     )  # fmt: skip
     d_query, d_key, d_value, d_decay = outputs
     return d_query, d_key, d_value, d_decay, of_beta.sum(0).to(beta.dtype), d_state
@@ -343,7 +354,7 @@ def kda_flash_shapes(
 
 
 @kda_flash.register_fake
-def _(query, key, value, log_decay, beta, state, starts, states_at, bounded, keep):
+def _(query, key, value, log_decay, beta, state, starts, states_at, anchored, keep):
     return kda_flash_shapes(key, value, starts, states_at, keep, _product_dtype(query, key, value))
 
 

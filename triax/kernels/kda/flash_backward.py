@@ -5,7 +5,15 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from triax.kernels.kda.flash_forward import add_rows, binary_gates, crossing, since_tile
+from triax.kernels.kda.flash_forward import (
+    LOWEST,
+    add_rows,
+    binary_gates,
+    crossing,
+    since_middle,
+    since_tile,
+    until_tile,
+)
 
 
 @triton.jit
@@ -69,7 +77,7 @@ def scan_back(
 def gradients(
     q, k, v, g, beta, dread, first, count, states, Us, R, dS, dq, dk, dv, dg, db,
     qt, qh, kt, kh, vt, vh, gt, gh, bt, bh, rt, rh, T,
-    H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, ANCHORED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All gradients of a chunk and head on BK key channels, and on as large a share of the values."""
     piece = tl.program_id(0) % (K // BK)
@@ -105,7 +113,7 @@ def gradients(
     far = second & (i < 32)
     y = r[:, None] * (H * K) + c[None, :]
 
-    gates = binary_gates(tl.load(g + (r[:, None] * gt + c[None, :]), mask=on, other=0.0), EXACT)
+    gates = binary_gates(tl.load(g + (r[:, None] * gt + c[None, :]), mask=on, other=0.0), ANCHORED, EXACT)
     first_sum = tl.sum(tl.where(second, 0.0, gates), axis=0)
     second_sum = tl.sum(tl.where(second, gates, 0.0), axis=0)
     since = since_tile(gates, EXACT)
@@ -127,7 +135,7 @@ def gradients(
     own = tl.sum(tl.where(r[:, None] == i, pairs, 0.0), axis=1)[:, None]
     key = tl.load(k + (r[:, None] * kt + c[None, :]), mask=on, other=0.0).to(tl.float32)
     query = tl.load(q + (r[:, None] * qt + c[None, :]), mask=on, other=0.0).to(tl.float32)
-    cross = tl.exp2(tl.where(second, since, tile_sum - since))
+    cross = tl.exp2(tl.where(second, since, until_tile(gates, since, tile_sum, ANCHORED, EXACT)))
     of_query *= tl.exp2(since) * from_start
     # A pair of tokens adds to the gates at and before one and takes from those at and before the other: in the sum up
     # to a gate almost all of it cancels, so both sides take the very same rounded factors.
@@ -141,7 +149,7 @@ def gradients(
     part = tl.dot(tl.trans(taken), row, input_precision=PRECISION)
     of_column = part * cross
     dG -= column.to(tl.float32) * part
-    if BOUNDED:
+    if ANCHORED == 32:
         taken = tl.where((r[:, None] > i) & (second == (i >= 32)), pairs, 0.0).to(E)
         up = tl.exp2(since - 0.5 * tile_sum)
         down = tl.exp2(0.5 * tile_sum - since)
@@ -154,7 +162,7 @@ def gradients(
         of_column += part * down
         dG -= column.to(tl.float32) * part
     else:
-        for level in tl.static_range(0, 5):
+        for level in tl.static_range(4 if ANCHORED == 16 else 0, 5):
             taken = tl.where((r[:, None] > i) & (((r[:, None] >> level) ^ (i >> level)) == 1), pairs, 0.0).to(E)
             x = tl.exp2(crossing(gates, 1 << level, EXACT))
             row = (query * x).to(E)
@@ -164,6 +172,19 @@ def gradients(
             dG += row.to(tl.float32) * part
             part = tl.dot(tl.trans(taken), row, input_precision=PRECISION)
             of_column += part * x
+            dG -= column.to(tl.float32) * part
+        if ANCHORED == 16:
+            taken = tl.where((r[:, None] > i) & (r[:, None] // 16 == i // 16), pairs, 0.0).to(E)
+            middle = since_middle(gates, EXACT)
+            up = tl.exp2(middle)
+            down = tl.exp2(-middle)
+            row = (query * up).to(E)
+            column = (key * down).to(E)
+            part = tl.dot(taken, column, input_precision=PRECISION)
+            of_query += part * up
+            dG += row.to(tl.float32) * part
+            part = tl.dot(tl.trans(taken), row, input_precision=PRECISION)
+            of_column += part * down
             dG -= column.to(tl.float32) * part
     tl.store(dq + y, (of_query + own * key).to(dq.dtype.element_ty), mask=on)
 
@@ -183,13 +204,13 @@ def gradients(
         G = tl.load(dS + (z[:, None] * K + c[None, :]))
         hat = tl.dot(U, G, hat, input_precision=PRECISION)
         both += tl.sum(S.to(tl.float32) * G.to(tl.float32), axis=0)
-    hat *= tl.exp2(tile_sum - since) * until_end
+    hat *= tl.exp2(until_tile(gates, since, tile_sum, ANCHORED, EXACT)) * until_end
     end = tl.sum(key * hat, axis=0) + tl.exp2(first_sum + second_sum) * both
     of_column += hat
     of_row *= tl.exp2(since) * from_start
     bk = -b * key
     dG += bk * of_row - key * hat
-    cross = tl.exp2(tl.where(second, since, tile_sum - since))
+    cross = tl.exp2(tl.where(second, since, until_tile(gates, since, tile_sum, ANCHORED, EXACT)))
     taken = tl.where(far, pairs, 0.0).to(E)
     row = (bk * cross).to(E)
     column = (key * cross).to(E)
@@ -199,7 +220,7 @@ def gradients(
     part = tl.dot(tl.trans(taken), row, input_precision=PRECISION)
     of_column += part * cross
     dG -= column.to(tl.float32) * part
-    if BOUNDED:
+    if ANCHORED == 32:
         taken = tl.where((again > i) & (second == (i >= 32)), pairs, 0.0).to(E)
         up = tl.exp2(since - 0.5 * tile_sum)
         down = tl.exp2(0.5 * tile_sum - since)
@@ -212,7 +233,7 @@ def gradients(
         of_column += part * down
         dG -= column.to(tl.float32) * part
     else:
-        for level in tl.static_range(0, 5):
+        for level in tl.static_range(4 if ANCHORED == 16 else 0, 5):
             taken = tl.where((again > i) & (((again >> level) ^ (i >> level)) == 1), pairs, 0.0).to(E)
             x = tl.exp2(crossing(gates, 1 << level, EXACT))
             row = (bk * x).to(E)
@@ -222,6 +243,19 @@ def gradients(
             dG += row.to(tl.float32) * part
             part = tl.dot(tl.trans(taken), row, input_precision=PRECISION)
             of_column += part * x
+            dG -= column.to(tl.float32) * part
+        if ANCHORED == 16:
+            taken = tl.where((again > i) & (again // 16 == i // 16), pairs, 0.0).to(E)
+            middle = since_middle(gates, EXACT)
+            up = tl.exp2(middle)
+            down = tl.exp2(-middle)
+            row = (bk * up).to(E)
+            column = (key * down).to(E)
+            part = tl.dot(taken, column, input_precision=PRECISION)
+            of_row += part * up
+            dG += row.to(tl.float32) * part
+            part = tl.dot(tl.trans(taken), row, input_precision=PRECISION)
+            of_column += part * down
             dG -= column.to(tl.float32) * part
 
     share = piece * BZ + tl.arange(0, BZ)
@@ -234,4 +268,8 @@ def gradients(
     query = tl.load(q + (r[:, None] * qt + c[None, :]), mask=on, other=0.0).to(tl.float32)
     tl.store(dk + y, (of_row + of_column + own * query).to(dk.dtype.element_ty), mask=on)
     dg_rows = add_rows(tl.where(r[:, None] <= i, 1.0, 0.0), dG, EXACT) + end[None, :]
+    if ANCHORED == 16:
+        # The gradient of what a gate that was held would have kept, not of what it kept.
+        asked = tl.load(g + (r[:, None] * gt + c[None, :]), mask=on, other=0.0).to(tl.float32) * 1.4426950408889634
+        dg_rows *= tl.exp2(tl.minimum(asked - LOWEST, 0.0))
     tl.store(dg + y, dg_rows.to(dg.dtype.element_ty), mask=on)

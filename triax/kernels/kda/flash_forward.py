@@ -1,10 +1,11 @@
 """The forward kernels of the flash form: prepare every chunk, then walk each sequence with its state in registers.
 
-A chunk is 64 rows in two tiles of 32. With c the log decay summed inside a tile up to a row, t its sum over the tile:
-anchored at the middle of the tile, e^(c - t/2) and e^(t/2 - c) stay inside the range of bf16 while no step is below
--5.4, so a tile's products are one matrix product; e^c and e^(t - c), never above 1, serve all that crosses a tile's
-border.
-Without a bound the products are summed over halvings of the chunk, each anchored at the border in its middle.
+A chunk is 64 rows in tiles of ANCHORED rows. With c the log decay summed inside a tile up to a row, t its sum over the
+tile: anchored at the middle of the tile, e^(c - t/2) and e^(t/2 - c) stay inside the range of bf16 while no step of 32 is
+below -5.4, or no step of 16 below -10.8, so a tile's products are one matrix product. What crosses a border between halves
+of the chunk, or of a half, is anchored at that border: factors there are never above 1.
+A gate without a bound has tiles of 16 and is held at `LOWEST`: of a channel that forgets more, e^-10 remains, 4.5e-5. In
+fp32 it has tiles of 1: the products are summed over halvings of the chunk, and nothing remains.
 
 `no_type_check` keeps the tests' shape hook off: wrapped by it, interpreted kernels do not find each other.
 """
@@ -13,6 +14,10 @@ from typing import no_type_check
 
 import triton
 import triton.language as tl
+
+
+LOWEST = tl.constexpr(-14.4375)
+"""The log decay to base 2 at which unbounded gates are held in tiles of 16; a sum of two bf16 numbers."""
 
 
 @triton.jit
@@ -36,9 +41,11 @@ def add_rows(ones, x, EXACT: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def binary_gates(g, EXACT: tl.constexpr):
+def binary_gates(g, ANCHORED: tl.constexpr, EXACT: tl.constexpr):
     """Log decays to base 2, rounded to what `add_rows` adds without error."""
     gates = g.to(tl.float32) * 1.4426950408889634
+    if ANCHORED == 16:
+        gates = tl.maximum(gates, LOWEST)
     if not EXACT:
         gates = (gates.to(tl.int32, bitcast=True) & -256).to(tl.float32, bitcast=True)
     return gates
@@ -52,6 +59,28 @@ def since_tile(gates, EXACT: tl.constexpr):
     t = r[:, None]
     i = r[None, :]
     return add_rows(tl.where((t // 32 == i // 32) & (t >= i), 1.0, 0.0), gates, EXACT)
+
+
+@triton.jit
+@no_type_check
+def until_tile(gates, since, tile_sum, ANCHORED: tl.constexpr, EXACT: tl.constexpr):
+    """Sum the gates of a tile of 32 rows after each row; a difference would cancel where one gate is huge."""
+    if ANCHORED == 1:
+        r = tl.arange(0, 64)
+        t = r[:, None]
+        i = r[None, :]
+        return add_rows(tl.where((t // 32 == i // 32) & (t < i), 1.0, 0.0), gates, EXACT)
+    return tile_sum - since
+
+
+@triton.jit
+@no_type_check
+def since_middle(gates, EXACT: tl.constexpr):
+    """Sum the gates of a tile of 16 rows up to each row, less half of their sum."""
+    r = tl.arange(0, 64)
+    t = r[:, None]
+    i = r[None, :]
+    return add_rows(tl.where(t // 16 == i // 16, tl.where(t >= i, 0.5, -0.5), 0.0), gates, EXACT)
 
 
 @triton.jit
@@ -95,7 +124,7 @@ def unit_lower_inverse(A, EXACT: tl.constexpr):
 def prepare(
     q, k, g, beta, first, count, Kt, Qt, Kh, M, X, decay,
     qt, qh, kt, kh, gt, gh, bt, bh,
-    H, K: tl.constexpr, BK: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    H, K: tl.constexpr, BK: tl.constexpr, ANCHORED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Everything of a chunk that does not depend on the state: one program a chunk and head, BK channels at a time."""
     slot = tl.program_id(0).to(tl.int64)
@@ -125,14 +154,14 @@ def prepare(
     X += slot * 64 * 64
     place = r[:, None] * K + c[None, :]
     for piece in range(0, K, BK):
-        gates = binary_gates(tl.load(g + (r[:, None] * gt + (piece + c)[None, :]), mask=on, other=0.0), EXACT)
+        gates = binary_gates(tl.load(g + (r[:, None] * gt + (piece + c)[None, :]), mask=on, other=0.0), ANCHORED, EXACT)
         key = tl.load(k + (r[:, None] * kt + (piece + c)[None, :]), mask=on, other=0.0).to(tl.float32)
         first_sum = tl.sum(tl.where(second, 0.0, gates), axis=0)
         second_sum = tl.sum(tl.where(second, gates, 0.0), axis=0)
         tl.store(decay + piece + c, tl.exp2(first_sum + second_sum))
         since = since_tile(gates, EXACT)
         tile_sum = tl.where(second, second_sum[None, :], first_sum[None, :])
-        fall = tl.exp2(tile_sum - since) * key
+        fall = tl.exp2(until_tile(gates, since, tile_sum, ANCHORED, EXACT)) * key
         tl.store(Kh + (place + piece), (fall * tl.where(second, 1.0, tl.exp2(second_sum)[None, :])).to(E))
         # The border between the tiles: rows of the second against columns of the first.
         column = tl.trans(tl.where(second, 0.0, fall).to(E))
@@ -145,7 +174,7 @@ def prepare(
         scaled = rise * query
         tl.store(Qt + (place + piece), (from_start * scaled).to(E))
         R = tl.dot(tl.where(second, scaled, 0.0).to(E), column, R, input_precision=PRECISION)
-        if BOUNDED:
+        if ANCHORED == 32:
             # Above the diagonal a product may be infinite, so what is not wanted there is selected away at the end;
             # below it zeros leave it out.
             since -= 0.5 * tile_sum
@@ -160,13 +189,21 @@ def prepare(
             A = tl.dot((key * row).to(E), column, A, input_precision=PRECISION)
             R = tl.dot((query * row).to(E), column, R, input_precision=PRECISION)
         else:
-            for level in tl.static_range(0, 5):
+            for level in tl.static_range(4 if ANCHORED == 16 else 0, 5):
                 x = tl.exp2(crossing(gates, 1 << level, EXACT))
                 near = (r[:, None] > i) & (((r[:, None] >> level) ^ (i >> level)) == 1)
                 scaled = (key * x).to(E)
                 column = tl.trans(scaled)
                 A += tl.where(near, tl.dot(scaled, column, input_precision=PRECISION), 0.0)
                 R += tl.where(near, tl.dot((query * x).to(E), column, input_precision=PRECISION), 0.0)
+            if ANCHORED == 16:
+                # Above the diagonal a product may be infinite here too.
+                since = since_middle(gates, EXACT)
+                near = (r[:, None] > i) & (r[:, None] // 16 == i // 16)
+                column = tl.trans((key * tl.exp2(-since)).to(E))
+                up = tl.exp2(since)
+                A += tl.where(near, tl.dot((key * up).to(E), column, input_precision=PRECISION), 0.0)
+                R += tl.where(near, tl.dot((query * up).to(E), column, input_precision=PRECISION), 0.0)
             R += tl.where(r[:, None] == i, tl.sum(query * key, axis=1)[:, None], 0.0)
     square = r[:, None] * 64 + i
     tl.store(M + square, tl.where(r[:, None] >= i, R, 0.0).to(E))

@@ -87,9 +87,9 @@ def kda_from_raw(
         from triax.kernels.kda.flash import LOWEST_ANCHORED
         from triax.kernels.kda.hopper import passes
 
-        bounded = LOWEST_ANCHORED <= lowest_log_decay < 0
+        anchored = 32 if LOWEST_ANCHORED <= lowest_log_decay < 0 else 16
         fits = query.shape == key.shape and value.shape == gate.shape and value.shape[:2] == beta.shape
-        if fits and value.shape[1] % key.shape[1] == 0 and passes.takes(query, key, value, bounded):
+        if fits and value.shape[1] % key.shape[1] == 0 and passes.takes(query, key, value, anchored):
             operation.check_numbers(tuple(starts), tuple(states_at), lowest_log_decay, None)
             inputs = (query, key, value, gate, beta, rates, biases, state)
             keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)

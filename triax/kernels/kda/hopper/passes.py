@@ -11,11 +11,11 @@ from triax.kernels.kda.hopper.launch import CHANNELS, MULTIPROCESSORS, Gradients
 from triax.kernels.kda.hopper.segments import CHUNK, segments
 
 
-def takes(query: Tensor, key: Tensor, value: Tensor, bounded: bool) -> bool:
+def takes(query: Tensor, key: Tensor, value: Tensor, anchored: int) -> bool:
     """Say whether these kernels take such inputs: bf16, heads of 128, a gate of at least -5, on Hopper."""
     streams = (query, key, value)
     return (
-        bounded
+        anchored == 32
         and all(x.dtype == torch.bfloat16 and x.shape[-1] == CHANNELS for x in streams)
         and available(query.device)
     )
