@@ -1,4 +1,4 @@
-"""KDA's GPU kernels under gates without a bound: nothing forgotten, everything forgotten, and all between in one tile."""
+"""KDA's GPU kernels under gates without a bound: nothing forgotten, everything forgotten, and all between."""
 
 from itertools import accumulate
 
@@ -16,7 +16,7 @@ RAW_NAMES = ("read", "state", "d_query", "d_key", "d_value", "d_gate", "d_beta",
 GATES = (0.0, -0.001, -5.0, -9.0, -12.0, -20.0, -100.0, -1e4)
 KINDS = (*GATES, "mixed", "by channel", "walls", "repeated")
 LEAST = 1e-2
-"""Share of the keys' gradient below which that of log decays counts as nothing: a gate that keeps e^-20 has almost none."""
+"""Share of the keys' gradient below which that of log decays counts as nothing: at -20 there is almost none."""
 
 
 def inputs(lengths, heads, channels, width, kind, dtype=torch.float32, device="cpu"):

@@ -96,7 +96,7 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
 
 
 def rows_anchored(lowest_log_decay: float, dtype: torch.dtype) -> int:
-    """Return how many rows of a chunk share an anchor: few enough for their decay to stay in range, see `flash_forward`.
+    """Return how many rows of a chunk share an anchor: few enough for their decay to stay in range.
 
     Unbounded gates of fp32 products get 1, which is exact; of bf16 products 16, which holds a token's log decay at -10.
     """

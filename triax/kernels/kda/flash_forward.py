@@ -1,11 +1,11 @@
 """The forward kernels of the flash form: prepare every chunk, then walk each sequence with its state in registers.
 
 A chunk is 64 rows in tiles of ANCHORED rows. With c the log decay summed inside a tile up to a row, t its sum over the
-tile: anchored at the middle of the tile, e^(c - t/2) and e^(t/2 - c) stay inside the range of bf16 while no step of 32 is
-below -5.4, or no step of 16 below -10.8, so a tile's products are one matrix product. What crosses a border between halves
-of the chunk, or of a half, is anchored at that border: factors there are never above 1.
-A gate without a bound has tiles of 16 and is held at `LOWEST`: of a channel that forgets more, e^-10 remains, 4.5e-5. In
-fp32 it has tiles of 1: the products are summed over halvings of the chunk, and nothing remains.
+tile: anchored at the middle of the tile, e^(c - t/2) and e^(t/2 - c) stay inside the range of bf16 while no step of 32
+is below -5.4, or no step of 16 below -10.8, so a tile's products are one matrix product. What crosses a border between
+halves of the chunk, or of a half, is anchored at that border: factors there are never above 1.
+A gate without a bound has tiles of 16 and is held at `LOWEST`: of a channel that forgets more, e^-10 remains, 4.5e-5.
+In fp32 it has tiles of 1: the products are summed over halvings of the chunk, and nothing remains.
 
 `no_type_check` keeps the tests' shape hook off: wrapped by it, interpreted kernels do not find each other.
 """
@@ -14,7 +14,6 @@ from typing import no_type_check
 
 import triton
 import triton.language as tl
-
 
 LOWEST = tl.constexpr(-14.4375)
 """The log decay to base 2 at which unbounded gates are held in tiles of 16; a sum of two bf16 numbers."""
