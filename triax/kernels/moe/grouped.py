@@ -49,13 +49,18 @@ def experts(
     Under autocast the products run in autocast's format and the result has it; gradients have the weights' own. A CPU
     that cannot multiply the format multiplies operands rounded to it by its fp32 units, which is many times faster.
     """
-    kind, outward = hidden.device.type, hidden.dtype
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and outward is not torch.float64:
-        outward = torch.get_autocast_dtype(kind)
-    inward = outward
-    if kind == "cpu" and outward not in (torch.float32, torch.float64) and not _cpu_multiplies(outward):
+    inward = outward = format_of_products(hidden)
+    if hidden.device.type == "cpu" and outward not in (torch.float32, torch.float64) and not _cpu_multiplies(outward):
         inward = torch.float32
     return _Experts.apply(hidden, share, gate, up, down, expert, activation, inward, outward)
+
+
+def format_of_products(hidden: Float[Tensor, "T L"]) -> torch.dtype:
+    """Return autocast's format where that is on, else the input's."""
+    kind = hidden.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and hidden.dtype is not torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return hidden.dtype
 
 
 def sort_by_expert(expert: Int[Tensor, "T k"], num_experts: int) -> Order:
