@@ -87,3 +87,15 @@ def test_only_the_first_attention_mix_stays_without_gradient(fresh, t0, awake):
         if name.endswith("mix.query"):
             assert (parameter.grad is None) == name.startswith("layers.0.attention_mix"), name
             assert parameter.grad is None or parameter.grad.abs().max() > 0
+
+
+def test_under_autocast_all_sources_of_a_mix_have_its_format(t0, awake):
+    found = set()
+    model = awake(t0)
+    for module in model.modules():
+        if isinstance(module, AttentionMix):
+            module.register_forward_pre_hook(lambda _, inputs: found.update(x.dtype for x in inputs[0]))
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = model(torch.arange(9), Layout.of((4, 5)))
+    assert found == {torch.bfloat16}
+    assert hidden.dtype is torch.bfloat16

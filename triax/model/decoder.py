@@ -21,7 +21,7 @@ from triax.model.matrix import Blocks, draw_normal
 from triax.model.media import Inserts, MediaEncoder
 from triax.model.memory import KdaSlots, Memory, MlaPages
 from triax.model.multi_token import MultiToken
-from triax.model.norm import RMSNorm
+from triax.model.norm import RMSNorm, product_dtype
 from triax.model.vision import Media
 
 
@@ -70,14 +70,14 @@ class DecoderLayer(nn.Module):
         freeze_before_mlp: bool = False,
     ) -> None:
         """Read the stream, write to it; `freeze_` says whether the sum so far becomes a source before that write."""
-        hidden = stream.read(self.attention_mix)
+        hidden = stream.normed(self.attention_mix, self.attention_norm)
         if freeze_before_attention:
             stream.freeze()
-        stream.write(self.attention(self.attention_norm(hidden), layout, cache))
-        hidden = stream.read(self.mlp_mix)
+        stream.write(self.attention(hidden, layout, cache))
+        hidden = stream.normed(self.mlp_mix, self.mlp_norm)
         if freeze_before_mlp:
             stream.freeze()
-        stream.write(self.mlp(self.mlp_norm(hidden)))
+        stream.write(self.mlp(hidden))
 
 
 class Decoder(nn.Module):
@@ -170,8 +170,9 @@ class Decoder(nn.Module):
             )
         if cache is not None:
             cache.check(layout)
-        stream = Stream(self._embed(tokens, layout, media, taps))
-        residuals = self.settings.residuals
+        residuals, embedded = self.settings.residuals, self._embed(tokens, layout, media, taps)
+        # the sources of a mix share one format; a plain stream sums in that of the embedding
+        stream = Stream(embedded if residuals is None else embedded.to(product_dtype(embedded)))
         is_full = residuals is not None and residuals.kind == "full"
         block = residuals.block_layers if isinstance(residuals, BlockResiduals) else 0
         for i, layer in enumerate(self.layers):
