@@ -91,7 +91,7 @@ def test_only_the_first_attention_mix_stays_without_gradient(fresh, t0, awake):
 
 def test_under_autocast_all_sources_of_a_mix_have_its_format(t0, awake):
     found = set()
-    model = awake(t0)
+    model = awake(t0).float()
     for module in model.modules():
         if isinstance(module, AttentionMix):
             module.register_forward_pre_hook(lambda _, inputs: found.update(x.dtype for x in inputs[0]))
