@@ -12,6 +12,7 @@ import pytest
 
 from triax.errors import ConfigError
 from triax.serve.cache.disk import Disk
+from triax.serve.cache.install import install
 
 ROOT = Path(__file__).parents[3]
 
@@ -74,6 +75,20 @@ def test_a_new_engine_goes_on_with_what_the_old_one_saved(simulation, open_disk,
     assert list(new.answers.values()) == list(old.answers.values())
     assert disk.load(new.manager, memory) == 0, "nothing is taken in twice"
     new.check()
+
+
+@pytest.mark.parametrize("host", [(0, 0), (40, 20)])
+def test_prefixes_are_taken_in_below_known_ones_in_any_order(simulation, host):
+    pages = [(1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12)]
+    for lengths in [(4, 8, 12), (12, 4, 8), (8, 6, 12), (6, 4, 12)]:
+        session, _ = session_with(simulation, host_pages=host[0], host_slots=host[1])
+        for length in lengths:
+            path = [page[: length - 4 * n] for n, page in enumerate(pages) if 4 * n < length]
+            _, snapshot = install(session.manager, "", path, len(path[-1]), 4)
+            assert snapshot.position == length
+            session.check()
+            assert install(session.manager, "", path, len(path[-1]), 4) is None, "it is known already"
+        assert session.manager.match([*range(1, 13), 13], "", 12).position == 12
 
 
 def test_a_second_folder_gets_everything_too(simulation, open_disk, tmp_path):

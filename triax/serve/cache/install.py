@@ -36,8 +36,8 @@ def install(
         return None
     if not on_host and node is not None and node.parent is not None and node.page is None:
         return None
-    node = node or tree.root(salt)
-    added = []
+    above = node = node or tree.root(salt)
+    added: list[Node] = []
     for tokens in pages[known:]:
         node = tree.insert(node, tokens, 0)
         if on_host:
@@ -53,6 +53,8 @@ def install(
     else:
         snapshot.slot = tiers.slots.take()
     tiers.rescore_snapshot(snapshot)
-    for one in added:
+    for one in added or [node]:
         tiers.rescore(one)
+    if above.parent is not None:
+        tiers.review(above)  # it has something below it now
     return added, snapshot
