@@ -61,10 +61,21 @@ def test_what_has_no_kernel_is_refused_by_name(fused):
         fused.rms_norm(torch.zeros(1, 20000), None, 1e-5, 1.0, torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", torch.float32), pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu)],
+)
+def test_the_norm_of_a_sum_is_that_of_the_rounded_sum(fused, device, dtype):
+    x, added, weight = (torch.randn(shape).to(device, dtype) for shape in ((37, 100), (37, 100), (100,)))
+    total, unit = fused.of_sum(x, added, weight, 1e-5)
+    assert torch.equal(total, x + added)
+    torch.testing.assert_close(unit, fused.rms_norm(x + added, weight, 1e-5, 1.0, dtype), rtol=0, atol=0)
+
+
 @pytest.mark.kernel
 @pytest.mark.parametrize(("width", "rows"), [(2304, 1), (128, 32)])
 def test_kernels_compile_for_hopper_without_spills(hopper, width, rows):
-    types = dict.fromkeys(("x", "gate", "y", "upstream", "to_x", "to_gate"), "*bf16")
+    types = dict.fromkeys(("x", "added", "gate", "total", "y", "upstream", "to_x", "to_gate"), "*bf16")
     types |= dict.fromkeys(("weight", "scale", "to_weight"), "*fp32") | dict.fromkeys(("x_row", "gate_row"), "i32")
     types |= {"R": "i32u", "eps": "fp32", "gain": "fp32"}
     constants = {"D": width, "BD": 1 << (width - 1).bit_length(), "ROWS": rows}

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from triax.kernels.attention_residual import mix, reference
 from triax.model.exact import is_exact
+from triax.model.norm import RMSNorm
 
 
 class AttentionMix(nn.Module):
@@ -45,20 +46,41 @@ class Stream:
     def __init__(self, embedded: Float[Tensor, "T D"]) -> None:
         self.frozen: list[Tensor] = []
         self.current: Tensor | None = embedded
+        self._added: Tensor | None = None  # written, not yet in the sum: the norm that follows may add it
 
     def read(self, place: AttentionMix | None) -> Float[Tensor, "T D"]:
         """Return what a place reads: its mix of all sources, or the sum while there is nothing else."""
+        self._settle()
         current = [] if self.current is None else [self.current]
         if place is None or not self.frozen:
             return current[0]
         return place(self.frozen + current)
 
+    def normed(self, place: AttentionMix | None, norm: RMSNorm) -> Float[Tensor, "T D"]:
+        """Return the norm of what a place reads."""
+        if self._added is None or self.current is None or (place is not None and self.frozen):
+            return norm(self.read(place))
+        self.current, result = norm.of_sum(self.current, self._added)
+        self._added = None
+        return result
+
     def freeze(self) -> None:
         """Close the sum: from now on it is a source of its own, and the next write starts a new one."""
+        self._settle()
         if self.current is not None:
             self.frozen.append(self.current)
             self.current = None
 
     def write(self, output: Float[Tensor, "T D"]) -> None:
         """Add a sublayer's output to the sum."""
-        self.current = output if self.current is None else self.current + output
+        self._settle()
+        if self.current is None:
+            self.current = output
+        elif torch.is_grad_enabled():
+            self.current = self.current + output
+        else:
+            self._added = output
+
+    def _settle(self) -> None:
+        if self.current is not None and self._added is not None:
+            self.current, self._added = self.current + self._added, None

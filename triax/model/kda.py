@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from triax.config import model as config
 from triax.kernels import rms_norm
-from triax.kernels.kda import kda, stepped
+from triax.kernels.kda import activate, kda, stepped
 from triax.kernels.kda.decode import step, verify
 from triax.kernels.kda.raw import kda_from_raw
 from triax.kernels.kda.reference import KdaResult
@@ -68,6 +68,7 @@ class KDA(KeepsFp32):
         self.output = matrix(inner, width, init_std)
         self.joined: Tensor | None = None
         """The weights that `join` has laid end to end."""
+        self._ups: Tensor | None = None
         self._conv: Tensor | None = None
 
     def _fresh_rate(self) -> Tensor:
@@ -117,9 +118,11 @@ class KDA(KeepsFp32):
     def _project(self, hidden: Tensor) -> Projected:
         heads = (self.settings.num_heads, self.settings.head_dim)
         if self.joined is not None:
-            mixed, decay, beta, gate = linear(hidden, self.joined).split(self._joined_sizes(), dim=-1)
-            gate = gate if self.settings.output_gate == "full" else self.gate_up(gate)
-            decay = self.decay_up(decay)
+            mixed, down, gate, beta = linear(hidden, self.joined).split(self._joined_sizes(), dim=-1)
+            if self._ups is None:
+                decay = self.decay_up(down)
+            else:  # both products at once, each over its own half of the columns
+                decay, gate = torch.bmm(down.unflatten(-1, (2, -1)).transpose(0, 1), self._ups.mT)
             return Projected(mixed, decay.unflatten(-1, heads), beta, gate.unflatten(-1, heads))
         gate = self.gate(hidden) if self.settings.output_gate == "full" else self.gate_up(self.gate_down(hidden))
         return Projected(
@@ -131,15 +134,19 @@ class KDA(KeepsFp32):
 
     def join(self) -> None:
         """Lay the products that read the same input end to end in memory, so that they run as one: for answering."""
-        gate = self.gate if self.settings.output_gate == "full" else self.gate_down
-        products = (self.query, self.key, self.value, self.decay_down, self.beta, gate)
+        is_full = self.settings.output_gate == "full"
+        gate = self.gate if is_full else self.gate_down
+        products = (self.query, self.key, self.value, self.decay_down, gate, self.beta)
         self.joined = join([product.weight for product in products])
+        if not is_full:
+            self._ups = join([self.decay_up.weight, self.gate_up.weight]).unflatten(0, (2, -1))
         self._conv = join([self.query_conv, self.key_conv, self.value_conv])
 
     def _joined_sizes(self) -> list[int]:
-        inner = self.query.out_features
-        gate = inner if self.settings.output_gate == "full" else self.settings.head_dim
-        return [3 * inner, self.settings.head_dim, self.settings.num_heads, gate]
+        """Columns of query, key and value, of what leads to the decay (and to the gate), of the gate, of beta."""
+        inner, dim = self.query.out_features, self.settings.head_dim
+        downs = [dim, inner] if self.settings.output_gate == "full" else [2 * dim, 0]
+        return [3 * inner, *downs, self.settings.num_heads]
 
     def _kernels(self) -> Float[Tensor, "C taps"]:
         return torch.cat([self.query_conv, self.key_conv, self.value_conv]) if self._conv is None else self._conv
@@ -173,7 +180,8 @@ class KDA(KeepsFp32):
             starts = [start - memory.early for start in memory.layout.starts[count:]]
             slot = memory.slots[count:]
             mixed, window = short_conv(late.mixed, self._kernels(), cache.window[slot], starts)
-            result = kda(*self._activate(mixed, late), cache.state[slot], starts, lowest_log_decay=self._lowest())
+            activated = activate(late._replace(mixed=mixed), self._weights()) or self._activate(mixed, late)
+            result = kda(*activated, cache.state[slot], starts, lowest_log_decay=self._lowest())
             cache.state[slot], cache.window[slot] = result.state, window.to(cache.window.dtype)
             gated.append(rms_norm.gated(result.read, late.gate, self.norm.weight, self.norm.eps, late.gate.dtype))
         return torch.cat(gated) if len(gated) > 1 else gated[0]

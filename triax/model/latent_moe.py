@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from triax.config.model import Activation, Moe
 from triax.kernels import moe as kernel
 from triax.kernels.moe import tiled
+from triax.kernels.moe.weights import Stacks
+from triax.model.branch import Branch
 from triax.model.exact import is_exact
 from triax.model.gated_mlp import GatedMlp
 from triax.model.matrix import Blocks, matrix
@@ -28,11 +30,21 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(moe.num_experts, width, moe.expert_dim))
         for weight in (self.gate, self.up, self.down):
             nn.init.normal_(weight, std=init_std)
+        self.rounded: Stacks | None = None
+        """Copies of the weights in the format of the products, made once for several forwards; gradients go to the
+        weights."""
+        self.sums: Stacks | None = None
+        """Where gradients of the weights are added, instead of going to their `grad`."""
 
-    def forward(self, hidden: Float[Tensor, "T L"], routing: Routing) -> Float[Tensor, "T L"]:
-        """Add what each token's experts return, by their shares."""
-        experts = tiled.experts if is_exact() else kernel.experts
-        return experts(hidden, *routing, self.gate, self.up, self.down, self.activation)
+    def forward(
+        self, hidden: Float[Tensor, "T L"], routing: Routing, beside: Float[Tensor, "T L"] | None = None
+    ) -> Float[Tensor, "T L"]:
+        """Add what each token's experts return, by their shares, and what stands beside them."""
+        weights = (self.gate, self.up, self.down, self.activation)
+        if not is_exact():
+            return kernel.experts(hidden, *routing, *weights, beside, self.rounded, self.sums)
+        output = tiled.experts(hidden, *routing, *weights)
+        return output if beside is None else output + beside
 
     def matrices(self) -> Blocks:
         """Return the logical matrices for the optimiser: each expert's own."""
@@ -66,15 +78,20 @@ class LatentMoe(nn.Module):
 
     def forward(self, hidden: Float[Tensor, "T D"], forced: Routing | None = None) -> Float[Tensor, "T D"]:
         """Transform each token by the experts it is routed to, or by those of a recorded routing."""
+        branch, shared = Branch(hidden), None
+        if self.shared is not None:
+            with branch:
+                shared = self.shared(hidden)
         routing = self.router(hidden, forced)
         if self.latent_down is None or self.latent_up is None:
-            output = self.experts(hidden, routing)
-        else:
-            summed = self.experts(self.latent_down(hidden), routing)
-            if self.training and summed.numel():
-                self.latent_rms = at_least_fp32(summed.detach()).square().mean().sqrt()
-            output = self.latent_up(summed if self.latent_norm is None else self.latent_norm(summed))
-        return output if self.shared is None else output + self.shared(hidden)
+            branch.join()
+            return self.experts(hidden, routing, shared)
+        summed = self.experts(self.latent_down(hidden), routing)
+        if self.training and summed.numel():
+            self.latent_rms = at_least_fp32(summed.detach()).square().mean().sqrt()
+        output = self.latent_up(summed if self.latent_norm is None else self.latent_norm(summed))
+        branch.join()
+        return output if shared is None else output + shared
 
     def matrices(self) -> Blocks:
         """Return the logical matrices for the optimiser; experts and shared experts state their own."""

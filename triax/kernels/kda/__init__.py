@@ -18,8 +18,9 @@ from triax.kernels.kda.chunk import kda_chunk
 from triax.kernels.kda.decode import decode
 from triax.kernels.kda.raw import kda_from_raw
 from triax.kernels.kda.reference import KdaResult
+from triax.kernels.kda.slots import Projected, Weights
 
-__all__ = ["KdaResult", "SegmentMap", "kda", "kda_from_raw", "segment_map"]
+__all__ = ["KdaResult", "SegmentMap", "activate", "kda", "kda_from_raw", "segment_map"]
 
 
 class SegmentMap(NamedTuple):
@@ -113,6 +114,15 @@ def kda(
         query, key, value, log_decay, beta, state, starts, states_at, float(lowest_log_decay), chunk, rows
     )
     return KdaResult(read, memory, interior)
+
+
+def activate(inputs: Projected, weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
+    """Return what `kda` takes of convolved inputs in one pass, where there is a kernel for that; no gradient."""
+    if not inputs.mixed.is_cuda or os.environ.get("TRIAX_KERNELS") == "reference" or find_spec("triton") is None:
+        return None
+    from triax.kernels.kda import activated
+
+    return activated.activate(inputs, weights) if activated.unsupported(inputs) is None else None
 
 
 def segment_map(

@@ -1,6 +1,7 @@
 """Routed experts: each token goes through a few of many small gated MLPs."""
 
 import os
+import warnings
 from importlib.util import find_spec
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from triax.kernels.moe import grouped, reference
 from triax.kernels.moe.activation import Activation
+from triax.kernels.moe.weights import Stacks, routed
 
 
 def experts(
@@ -19,18 +21,52 @@ def experts(
     up: Float[Tensor, "E F L"],
     down: Float[Tensor, "E L F"],
     activation: Activation,
+    beside: Float[Tensor, "T L"] | None = None,
+    rounded: Stacks | None = None,
+    sums: Stacks | None = None,
 ) -> Float[Tensor, "T L"]:
-    """Send each token through its experts and add what they return by their shares; see `reference.experts`."""
-    if os.environ.get("TRIAX_KERNELS") == "reference":
-        return reference.experts(hidden, expert, share, gate, up, down, activation)
-    tensors = (hidden, share, gate, up, down)
-    is_learning = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if hidden.is_cuda and not is_learning and find_spec("triton") is not None:
-        from triax.kernels.moe import streamed
+    """Send each token through its experts and add what they return by their shares; see `reference.experts`.
 
-        if streamed.unsupported(hidden, expert, gate, activation) is None:
-            return streamed.experts(hidden, expert, share, gate, up, down, activation)
-    return grouped.experts(hidden, expert, share, gate, up, down, activation)
+    Args:
+        hidden: What the experts read.
+        expert: The experts of each token, each at most once.
+        share: How much each of them counts.
+        gate: Matrix of every expert that decides what passes.
+        up: Matrix of every expert that makes what may pass.
+        down: Matrix of every expert that leads back.
+        activation: How gate and up are joined.
+        beside: Added to the result.
+        rounded: The three weights rounded to the products' format already, for instance once a step; gradients go to
+            the weights all the same, in the weights' own format.
+        sums: Buffers to which the gradients of the weights are added, in the format of each; the weights then receive
+            none. Spares writing and reading them once more for every microbatch.
+    """
+    weights = Stacks(gate, up, down)
+    if os.environ.get("TRIAX_KERNELS") == "reference":
+        output = reference.experts(hidden, expert, share, *routed(weights, rounded, sums), activation)
+        return output if beside is None else output + beside
+    is_learning = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, share, *weights))
+    output = None
+    if hidden.is_cuda and expert.numel() and find_spec("triton") is not None:
+        if not is_learning:
+            from triax.kernels.moe import gathered, streamed
+
+            multiplied = rounded or weights
+            if streamed.unsupported(hidden, expert, multiplied.gate, activation) is None:
+                return streamed.experts(hidden, expert, share, *multiplied, activation, beside)
+            if gathered.unsupported(hidden, multiplied.gate, activation) is None:
+                return gathered.experts(hidden, expert, share, *multiplied, activation, beside)
+        from triax.kernels.moe import fused
+
+        dtype = grouped.format_of_products(hidden)
+        reason = fused.unsupported(hidden, expert, gate, activation, dtype)
+        if reason is None:
+            output = fused.experts(hidden, expert, share, *weights, activation, dtype, rounded, sums)
+        elif dtype is torch.bfloat16:  # other formats are what `grouped` is for
+            warnings.warn(f"kernels.moe: no GPU kernel for {reason}; torch's grouped products run", stacklevel=2)
+    if output is None:
+        output = grouped.experts(hidden, expert, share, *routed(weights, rounded, sums), activation)
+    return output if beside is None else output + beside
 
 
 def choose(

@@ -4,6 +4,7 @@ Pairs of token and expert are sorted by expert. A program takes one expert and a
 all of the expert's tokens through it; programs that stand in the middle of an expert's run have nothing to do.
 """
 
+from functools import lru_cache
 from typing import Any, no_type_check
 
 import torch
@@ -181,10 +182,13 @@ def experts(
     tokens, top_k = expert.shape
     pairs, (inner_dim, width) = tokens * top_k, gate.shape[1:]
     hidden, expert, share = hidden.contiguous(), expert.contiguous(), share.contiguous()
-    pair = torch.empty(pairs, dtype=torch.int32, device=hidden.device)
-    sorted_expert = torch.empty_like(pair)
-    padded = triton.next_power_of_2(max(pairs, 64))
-    launch(_sort, (-(-pairs // 16),), expert, pair, sorted_expert, pairs, PP=padded, BLOCK=16, num_warps=1)
+    if tokens == 1:  # each expert has one pair, in whatever order
+        pair, sorted_expert = _count(top_k, hidden.device), expert.flatten()
+    else:
+        pair = torch.empty(pairs, dtype=torch.int32, device=hidden.device)
+        sorted_expert = torch.empty_like(pair)
+        padded = triton.next_power_of_2(max(pairs, 64))
+        launch(_sort, (-(-pairs // 16),), expert, pair, sorted_expert, pairs, PP=padded, BLOCK=16, num_warps=1)
     run = triton.next_power_of_2(max(tokens, 2))
     inner = hidden.new_empty(pairs, inner_dim)
     features, columns = _tile(inner_dim, 32), _tile(width, 128)
@@ -203,6 +207,12 @@ def experts(
     output = torch.empty_like(hidden)
     launch(_sum, (tokens, -(-width // 512)), returned, beside, output, L=width, K=top_k, BLOCK=512, num_warps=4)
     return output
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _count(most: int, device: torch.device) -> Tensor:
+    return torch.arange(most, dtype=torch.int32, device=device)
 
 
 def _tile(size: int, most: int) -> int:

@@ -34,6 +34,18 @@ def gated(
     return _path(x, weight).gated(x, gate, weight, eps, dtype or x.dtype)
 
 
+def of_sum(
+    x: Float[Tensor, "*rows D"], added: Float[Tensor, "*rows D"], weight: Float[Tensor, " D"], eps: float
+) -> tuple[Float[Tensor, "*rows D"], Float[Tensor, "*rows D"]]:
+    """Return a sum in its own format, and its `rms_norm`; on a GPU in one pass where no gradient is wanted."""
+    if x.is_cuda and not torch.is_grad_enabled() and x.dtype is added.dtype:
+        path = _path(x, weight)
+        if path.__name__.endswith("fused"):
+            return path.of_sum(x, added, weight, eps)
+    total = x + added
+    return total, rms_norm(total, weight, eps)
+
+
 def _path(x: Tensor, weight: Tensor | None) -> ModuleType:
     if os.environ.get("TRIAX_KERNELS") == "reference":
         return reference

@@ -20,13 +20,21 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @triton.jit
 @no_type_check
-def forward(x, gate, weight, y, scale, R, eps, gain, x_row, gate_row, D: tl.constexpr, BD: tl.constexpr,
-            ROWS: tl.constexpr):  # fmt: skip
-    """Write y [R, D] and each row's scale; `gate` and `weight` may be None."""
+def forward(x, added, gate, weight, total, y, scale, R, eps, gain, x_row, gate_row, D: tl.constexpr,
+            BD: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """Write y [R, D] and each row's scale; `gate` and `weight` may be None.
+
+    With `added` it is the norm of a sum, which is written to `total`, and the scale is not.
+    """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, BD)[None, :]
     inside = (row[:, None] < R) & (column < D)
     wide = tl.load(x + row[:, None] * x_row + column, mask=inside, other=0.0).to(tl.float32)
+    if added is not None:
+        wide += tl.load(added + row[:, None] * D + column, mask=inside, other=0.0).to(tl.float32)
+        narrow = wide.to(total.dtype.element_ty)
+        tl.store(total + row[:, None] * D + column, narrow, mask=inside)
+        wide = narrow.to(tl.float32)
     unit = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)
     result = wide * (unit * gain)[:, None]
     if gate is not None:
@@ -36,7 +44,8 @@ def forward(x, gate, weight, y, scale, R, eps, gain, x_row, gate_row, D: tl.cons
         factor = tl.load(weight + column, mask=column < D, other=0.0).to(y.dtype.element_ty)
         result = result.to(y.dtype.element_ty) * factor
     tl.store(y + row[:, None] * D + column, result, mask=inside)
-    tl.store(scale + row, unit, mask=row < R)
+    if added is None:
+        tl.store(scale + row, unit, mask=row < R)
 
 
 @triton.jit
@@ -107,6 +116,24 @@ def gated(
     return _Norm.apply(x, gate, weight, eps, 1.0, dtype)
 
 
+def of_sum(
+    x: Float[Tensor, "*rows D"], added: Float[Tensor, "*rows D"], weight: Float[Tensor, " D"], eps: float
+) -> tuple[Float[Tensor, "*rows D"], Float[Tensor, "*rows D"]]:
+    """Compute `reference.of_sum` with the GPU kernel or not at all; no gradient.
+
+    Raises:
+        UnsupportedError: The kernel has no form for this dtype or width.
+    """
+    _require(x, weight)
+    flat, total, y = _rows(x), x.new_empty(x.shape), x.new_empty(x.shape)
+    sizes = _sizes(x.shape[-1])
+    launch(
+        forward, (-(-len(flat) // sizes[2]),), flat, added.contiguous(), None, weight, total, y, None, len(flat), eps,
+        1.0, flat.stride(0), 0, *sizes, num_warps=8 if sizes[1] > 256 else 4,
+    )  # fmt: skip
+    return total, y
+
+
 def _require(x: Tensor, weight: Tensor | None) -> None:
     reason = unsupported(x, weight)
     if reason is not None:
@@ -136,7 +163,7 @@ class _Norm(torch.autograd.Function):
         y, scale = x.new_empty(x.shape, dtype=dtype), x.new_empty(len(flat), dtype=torch.float32)
         sizes = _sizes(x.shape[-1])
         launch(
-            forward, (-(-len(flat) // sizes[2]),), flat, opening, weight, y, scale, len(flat), eps, gain,
+            forward, (-(-len(flat) // sizes[2]),), flat, None, opening, weight, None, y, scale, len(flat), eps, gain,
             flat.stride(0), 0 if opening is None else opening.stride(0), *sizes, num_warps=8 if sizes[1] > 256 else 4,
         )  # fmt: skip
         ctx.save_for_backward(x, gate, weight, scale)
