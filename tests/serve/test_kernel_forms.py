@@ -1,5 +1,6 @@
 """The forms that a GPU runs, on a CPU by the definitions of their kernels: same answers, planned ahead or in turn."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -9,6 +10,7 @@ from triax.config.model import BlockResiduals
 from triax.config.serve import Caching, Drafting, Prefixes, Scheduling, Serve
 from triax.data.tokenizer import Tokenizer
 from triax.model.decoder import Decoder
+from triax.model.layout import Layout
 from triax.model.memory import Arena, Memory, Part
 from triax.serve.engine import Engine
 from triax.serve.request import Request, Sampling
@@ -86,14 +88,17 @@ def test_drafts_of_unequal_number_change_no_token(model, tokenizer, way):
     assert_same(finish(engine_of(model, tokenizer, has_kernels=True, drafting=drafting), way), expected)
 
 
-def test_joined_products_say_what_single_ones_say_also_after_new_weights(model, tokenizer):
-    joined = Decoder(model.settings).eval()
-    joined.load_state_dict(model.state_dict())
+@pytest.mark.parametrize("gate", ["full", "low_rank"])
+def test_joined_products_say_what_single_ones_say_also_after_new_weights(model, tokenizer, gate):
+    shape = model.settings.model_copy(update={"kda": model.settings.kda.model_copy(update={"output_gate": gate})})
+    torch.manual_seed(7)
+    single, joined = Decoder(shape).eval(), Decoder(shape).eval()
+    joined.load_state_dict(single.state_dict())
     joined.join()
     engine = engine_of(joined, tokenizer, has_kernels=True)
-    assert_same(finish(engine, "greedy"), finish(engine_of(model, tokenizer, has_kernels=False), "greedy"))
+    assert_same(finish(engine, "greedy"), finish(engine_of(single, tokenizer, has_kernels=False), "greedy"))
     torch.manual_seed(9)
-    other = Decoder(model.settings).eval()
+    other = Decoder(shape).eval()
     engine.update_weights(other.state_dict())
     assert_same(finish(engine, "greedy"), finish(engine_of(other, tokenizer, has_kernels=False), "greedy"))
 
@@ -120,3 +125,14 @@ def test_a_step_of_tensors_alone_is_the_step_of_lists_and_padding_touches_nobody
     for one, other in ((arenas[0].state, arenas[1].state), (arenas[0].window, arenas[1].window)):
         torch.testing.assert_close(one, other)
     torch.testing.assert_close(arenas[0].latent[:, 1:], arenas[1].latent[:, 1:])
+
+
+def test_moving_a_model_undoes_what_was_joined(model):
+    joined = Decoder(model.settings).eval()
+    joined.load_state_dict(model.state_dict())
+    joined.join()
+    assert joined.layers[0].attention.joined is not None
+    joined.double()
+    expected = copy.deepcopy(model).double()
+    tokens, layout = torch.arange(5), Layout.of([5])
+    torch.testing.assert_close(joined(tokens, layout), expected(tokens, layout))

@@ -10,14 +10,14 @@ from triax.kernels.mla import attend, decode, pagewise
 from triax.model.cache import MlaCache
 from triax.model.exact import is_exact
 from triax.model.layout import Layout
-from triax.model.matrix import Blocks, join, matrix
+from triax.model.matrix import Blocks, Joins, join, matrix
 from triax.model.memory import MlaPages
 from triax.model.norm import RMSNorm
 from triax.model.precision import at_least_fp32
 from triax.model.rotary import magnitude, rotate, turns
 
 
-class GatedMLA(nn.Module):
+class GatedMLA(Joins):
     """Attention whose keys and values are rebuilt from one cached latent a token.
 
     [content_query, shared_query] = W_q hidden            per head (optionally through a latent of its own)
@@ -51,8 +51,6 @@ class GatedMLA(nn.Module):
         if settings.output_gate:
             self.gate = matrix(width, heads * settings.value_dim, init_std)
         self.output = matrix(heads * settings.value_dim, width, init_std)
-        self.joined: Tensor | None = None
-        """The weights that `join` has laid end to end."""
         self.largest_logit: Tensor | None = None
         """Largest scaled logit of each head over the training forwards since `reset_largest_logit`."""
 

@@ -1,15 +1,15 @@
 """The dense gated MLP: first layers and shared experts."""
 
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from triax.config.model import Activation
 from triax.kernels.linear import linear
-from triax.model.matrix import Blocks, join, matrix
+from triax.model.matrix import Blocks, Joins, join, matrix
 from triax.model.situ_glu import glu
 
 
-class GatedMlp(nn.Module):
+class GatedMlp(Joins):
     """down(glu(gate x, up x)), where glu is SiTU-GLU or SwiGLU.
 
     Source: K3 report (arXiv 2607.24653) section 2.3.
@@ -21,8 +21,6 @@ class GatedMlp(nn.Module):
         self.gate = matrix(width, inner_dim, init_std)
         self.up = matrix(width, inner_dim, init_std)
         self.down = matrix(inner_dim, width, init_std)
-        self.joined: Tensor | None = None
-        """The weights that `join` has laid end to end."""
 
     def forward(self, hidden: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """Transform each token."""

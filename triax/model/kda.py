@@ -20,13 +20,13 @@ from triax.kernels.short_conv import gathered, short_conv
 from triax.model.cache import KdaCache
 from triax.model.exact import is_exact
 from triax.model.layout import Layout
-from triax.model.matrix import Blocks, join, matrix
+from triax.model.matrix import Blocks, Joins, join, matrix
 from triax.model.memory import Drafts, KdaSlots
 from triax.model.norm import Fp32Norm, normalize
 from triax.model.precision import KeepsFp32, at_least_fp32
 
 
-class KDA(KeepsFp32):
+class KDA(Joins, KeepsFp32):
     """Delta-rule attention in which every key channel forgets at its own rate.
 
     query, key, value = silu(short_conv(W hidden)), query and key of unit norm per head
@@ -66,8 +66,6 @@ class KDA(KeepsFp32):
             self.gate_up = matrix(dim, inner, init_std)
         self.norm = Fp32Norm(dim, norm_eps)
         self.output = matrix(inner, width, init_std)
-        self.joined: Tensor | None = None
-        """The weights that `join` has laid end to end."""
         self._ups: Tensor | None = None
         self._conv: Tensor | None = None
 
@@ -108,7 +106,7 @@ class KDA(KeepsFp32):
         state: Float[Tensor, "N H K V"] | None,
         starts: Sequence[int],
     ) -> KdaResult:
-        if not (mixed.is_cuda and self.settings.decay.kind == "bounded"):
+        if not mixed.is_cuda:
             return kda(*self._activate(mixed, inputs), state, starts, lowest_log_decay=self._lowest())
         heads = self.settings.num_heads
         query, key, value = mixed.unflatten(-1, (3, heads, -1)).unbind(1)
@@ -149,7 +147,11 @@ class KDA(KeepsFp32):
         return [3 * inner, *downs, self.settings.num_heads]
 
     def _kernels(self) -> Float[Tensor, "C taps"]:
-        return torch.cat([self.query_conv, self.key_conv, self.value_conv]) if self._conv is None else self._conv
+        return (
+            torch.cat([self.query_conv, self.key_conv, self.value_conv])
+            if self.joined is None or self._conv is None
+            else self._conv
+        )
 
     def _weights(self) -> Weights:
         lowest = self._lowest()

@@ -1,6 +1,6 @@
 """The products that a layer is made of."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
@@ -26,6 +26,17 @@ def matrix(width_in: int, width_out: int, init_std: float) -> Linear:
     product = Linear(width_in, width_out, bias=False)
     draw_normal(product.weight, init_std)
     return product
+
+
+class Joins(nn.Module):
+    """A module some of whose weights may be laid end to end; moving or casting it undoes that."""
+
+    joined: Tensor | None = None
+    """The weights that lie end to end."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        self.joined = None
+        return super()._apply(fn, recurse)
 
 
 @torch.no_grad()

@@ -97,13 +97,13 @@ def experts(
     opening = F.grouped_mm(rows, gate.transpose(1, 2), offs=order.ends)
     passing = F.grouped_mm(rows, up.transpose(1, 2), offs=order.ends)
     inner = torch.empty_like(opening)
-    block = min(1024, triton.next_power_of_2(inner_dim))
+    block = min(1024, 1 << (inner_dim - 1).bit_length())
     launch(
         _between, (len(rows),), opening, passing, share.contiguous(), order.pair, inner, F=inner_dim, BLOCK=block,
         GATE_CAP=caps.gate_cap, UP_CAP=caps.up_cap, num_warps=max(1, min(8, block // 256)),
     )  # fmt: skip
     returned = F.grouped_mm(inner, down.transpose(1, 2), offs=order.ends)
-    output, block = torch.empty_like(hidden), min(1024, triton.next_power_of_2(width))
+    output, block = torch.empty_like(hidden), min(1024, 1 << (width - 1).bit_length())
     launch(
         _behind, (tokens, -(-width // block)), returned, order.row, beside, output, L=width, K=top_k, BLOCK=block,
         num_warps=max(1, min(8, block // 256)),
