@@ -10,7 +10,6 @@ from triax.kernels.moe import reference
 
 pytest.importorskip("triton")
 
-from triax.kernels.moe.best import choose
 from triax.kernels.moe.streamed import experts
 from triax.kernels.situ_glu import SituGlu
 
@@ -60,23 +59,6 @@ def test_too_many_tokens_are_refused_by_number():
     values = inputs(1025, 2, 2, 4, 8)
     with pytest.raises(UnsupportedError, match="2050 pairs"):
         experts(*values, SituGlu())
-
-
-@pytest.mark.parametrize("renormalize", [True, False])
-def test_the_choice_is_that_of_sorting(renormalize):
-    logit, bias = torch.randn(7, 12), torch.randn(12) * 0.2
-    expert, share = choose(logit, bias, 4, 2.5, renormalize=renormalize)
-    score = logit.sigmoid()
-    expected = (score + bias).topk(4, dim=-1).indices
-    assert torch.equal(expert, expected)
-    kept = score.gather(-1, expected)
-    kept = kept / kept.sum(-1, keepdim=True) if renormalize else kept
-    torch.testing.assert_close(share, kept * 2.5)
-
-
-def test_of_equal_scores_the_first_expert_is_chosen():
-    expert, _ = choose(torch.zeros(2, 5), torch.zeros(5), 3, 1.0, renormalize=True)
-    assert expert.tolist() == [[0, 1, 2]] * 2
 
 
 def test_kernels_compile_for_hopper_without_spilling(hopper):

@@ -9,8 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from triax.config.model import Moe
-from triax.kernels import moe as kernel
 from triax.kernels.linear import tiled
+from triax.kernels.moe.choice import Places, Tallied, choose
 from triax.model.exact import is_exact
 from triax.model.precision import KeepsFp32, at_least_fp32
 
@@ -65,41 +65,48 @@ class Router(KeepsFp32):
                 from this router's scores, so gradients flow. `agreement` then holds how many of the forced experts
                 the router would have chosen itself, as a share.
         """
-        if (
-            forced is None
-            and not torch.is_grad_enabled()
-            and not is_exact()
-            and (found := self._choose_at_once(hidden))
-        ):
-            return found
         with _no_autocast(hidden):
-            wide = at_least_fp32(hidden)
-            product = tiled.linear if is_exact() else F.linear
-            score = product(wide, self.weight.to(wide.dtype)).sigmoid()
+            logit = self._logit(hidden)
+        counts_it = forced is None and self.training and torch.is_grad_enabled() and not _is_recomputing()
+        if forced is None and (found := self._choose_at_once(logit, counts_it=counts_it)):
+            return found
+        score = logit.sigmoid()
         expert, cutoff = self._choose(score.detach())
         if forced is not None:
             assert forced.expert.shape == expert.shape, "a forced routing must have the shape of the router's own"
             self.agreement = (forced.expert[:, :, None] == expert[:, None, :]).any(-1).float().mean()
             expert = forced.expert
-        elif self.training and torch.is_grad_enabled() and not _is_recomputing():
+        elif counts_it:
             self._count(score.detach(), expert, cutoff)
         share = score.gather(-1, expert)
         if self.moe.renormalize:
             share = share / (share.sum(-1, keepdim=True) + 1e-20)
         return Routing(expert, share * self.moe.share_scale if self.moe.share_scale != 1.0 else share)
 
-    def _choose_at_once(self, hidden: Tensor) -> Routing | None:
-        """Route in two kernels where nothing is counted and no group of experts is left out."""
+    def _logit(self, hidden: Tensor) -> Tensor:
+        """Return the scores before the sigmoid; where nobody learns, matrix units add bf16 products up in fp32."""
+        is_narrow = hidden.dtype is self.weight.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
+        if hidden.is_cuda and is_narrow and not torch.is_grad_enabled() and not is_exact():
+            return torch.mm(hidden, self.weight.T, out_dtype=torch.float32)
+        wide = at_least_fp32(hidden)
+        return (tiled.linear if is_exact() else F.linear)(wide, self.weight.to(wide.dtype))
+
+    def _choose_at_once(self, logit: Tensor, *, counts_it: bool) -> Routing | None:
+        """Choose and count in one kernel, where there is one and no group of experts is left out."""
         moe = self.moe
-        if not hidden.is_cuda or moe.top_groups < moe.num_groups or hidden.dtype is torch.float64:
+        if moe.top_groups < moe.num_groups or is_exact():
             return None
-        with _no_autocast(hidden):
-            if hidden.dtype is self.weight.dtype and hidden.dtype is not torch.float32:
-                logit = torch.mm(hidden, self.weight.T, out_dtype=torch.float32)
-            else:
-                logit = F.linear(hidden.float(), self.weight.float())
-            found = kernel.choose(logit, self.balance_bias, moe.top_k, moe.share_scale, renormalize=moe.renormalize)
-        return None if found is None else Routing(*found)
+        places = None
+        if counts_it:
+            counts = self._open_counts(has_losers=moe.top_k < moe.num_experts, device=logit.device)
+            places = Places(counts.margins, *bins(self.balance_bias, max(1, counts.margins.shape[1])), SCORE_UNIT)
+        found = choose(logit, self.balance_bias, moe.top_k, moe.share_scale, renormalize=moe.renormalize, places=places)
+        if found is None:
+            return None
+        expert, share, tallied = found
+        if tallied is not None:
+            self._tally_up(tallied, expert)
+        return Routing(expert, share)
 
     @torch.no_grad()
     def _choose(self, score: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -122,23 +129,32 @@ class Router(KeepsFp32):
 
     @torch.no_grad()
     def _count(self, score: Tensor, expert: Tensor, cutoff: Tensor | None) -> None:
-        num_experts = self.moe.num_experts
-        num_bins = self.num_bins if cutoff is not None else 0
-        if self.counts is None or self.counts.margins.shape[1] != num_bins:
-            self.counts = Counts.zeros(num_experts, num_bins, score.device)
-        counts = self.counts
+        counts, num_experts = self._open_counts(has_losers=cutoff is not None, device=score.device), score.shape[1]
         load = torch.zeros_like(counts.load).scatter_add_(0, expert.flatten(), torch.ones_like(expert).flatten())
-        counts.load.add_(load)
-        counts.score.add_((score.sum(dtype=torch.float64) / SCORE_UNIT).round().long())
-        if expert.shape[0]:
-            even = expert.numel() / num_experts
-            torch.maximum(counts.worst_violation, load.max() / even - 1, out=counts.worst_violation)
+        # every score is rounded by itself: how a step is split then changes nothing
+        self._tally_up(Tallied(load, (score / SCORE_UNIT).round().sum(dtype=torch.float64).long()), expert)
+        num_bins = counts.margins.shape[1]
         if num_bins == 0 or cutoff is None:
             return
         low, width = bins(self.balance_bias, num_bins)
         bin = ((cutoff - low) / width - score / width).long().clamp_(0, num_bins - 1)
         bin += torch.arange(num_experts, device=score.device) * num_bins
         counts.margins.view(-1).scatter_add_(0, bin.flatten(), torch.ones_like(bin).flatten())
+
+    def _open_counts(self, *, has_losers: bool, device: torch.device) -> "Counts":
+        num_bins = self.num_bins if has_losers else 0
+        if self.counts is None or self.counts.margins.shape[1] != num_bins:
+            self.counts = Counts.zeros(self.moe.num_experts, num_bins, device)
+        return self.counts
+
+    def _tally_up(self, tallied: Tallied, expert: Tensor) -> None:
+        assert self.counts is not None
+        self.counts.load.add_(tallied.load)
+        self.counts.score.add_(tallied.score)
+        if expert.shape[0]:
+            even = expert.numel() / self.moe.num_experts
+            worst = self.counts.worst_violation
+            torch.maximum(worst, tallied.load.max() / even - 1, out=worst)
 
 
 class Counts(NamedTuple):

@@ -67,22 +67,3 @@ def experts(
     if output is None:
         output = grouped.experts(hidden, expert, share, *routed(weights, rounded, sums), activation)
     return output if beside is None else output + beside
-
-
-def choose(
-    logit: Float[Tensor, "T E"], bias: Float[Tensor, " E"], top_k: int, scale: float, *, renormalize: bool
-) -> tuple[Int[Tensor, "T k"], Float[Tensor, "T k"]] | None:
-    """Return each token's experts and shares in one pass, where there is a kernel for that; no gradient.
-
-    Args:
-        logit: Scores before the sigmoid, in fp32.
-        bias: Added to the scores for the choice alone.
-        top_k: Experts a token.
-        scale: Factor on the shares.
-        renormalize: Let the shares sum to one before that factor.
-    """
-    if not logit.is_cuda or os.environ.get("TRIAX_KERNELS") == "reference" or find_spec("triton") is None:
-        return None
-    from triax.kernels.moe import best
-
-    return best.choose(logit, bias, top_k, scale, renormalize=renormalize)
