@@ -1,6 +1,10 @@
 """Where a model lives: a processor or a GPU, named by a setting or an option."""
 
+from collections.abc import Sequence
+
 import torch
+from jaxtyping import Shaped
+from torch import Tensor
 
 from triax.errors import ConfigError
 
@@ -29,3 +33,11 @@ def device_of(name: str, where: str = "train.device") -> torch.device:
         first = str(problem).splitlines()[0]
         raise ConfigError(f"{where}: this machine has no device `{name}`; found {first}; use `auto`") from None
     return device
+
+
+def on_device(
+    numbers: Sequence[int] | Sequence[float], device: torch.device, dtype: torch.dtype = torch.long
+) -> Shaped[Tensor, " n"]:
+    """Return numbers as a tensor; a GPU gets them in their turn, and nobody waits for what runs there."""
+    tensor = torch.tensor(numbers, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from triax.errors import ConfigError
+from triax.model.device import on_device
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Layout:
         here = _positions(self, str(device))
         if offsets is None or not any(offsets):
             return here
-        return here + torch.tensor(offsets, device=device)[self.sequence(device)]
+        return here + on_device(offsets, torch.device(device))[self.sequence(device)]
 
     def sequence(self, device: torch.device | str = "cpu") -> Int[Tensor, " T"]:
         """Number of the sequence that each token belongs to."""
@@ -59,7 +60,7 @@ def _positions(layout: Layout, device: str) -> Tensor:
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def _sequence(layout: Layout, device: str) -> Tensor:
-    lengths = torch.tensor(layout.lengths, dtype=torch.long, device=device)
+    lengths = on_device(layout.lengths, torch.device(device))
     return torch.arange(len(layout.lengths), device=device).repeat_interleave(lengths, output_size=layout.num_tokens)
 
 

@@ -20,6 +20,7 @@ from triax.errors import ConfigError
 from triax.kernels.kda import stepped
 from triax.kernels.kda.decode import replay
 from triax.kernels.kda.slots import Records, Slots
+from triax.model.device import on_device
 from triax.model.layout import Layout
 
 
@@ -186,13 +187,12 @@ class Memory:
         self.lengths = [part.position for part in every]
         device, page = arena.latent.device, arena.latent.shape[2]
         columns = max((len(part.pages) for part in every), default=1)
-        self.slots = torch.tensor([part.slot for part in every], dtype=torch.long, device=device)
-        self.tables = torch.tensor(
-            [[*part.pages, *[0] * (columns - len(part.pages))] for part in every], dtype=torch.long, device=device
-        ).view(len(every), columns)
+        self.slots = on_device([part.slot for part in every], device)
+        tables = [page for part in every for page in (*part.pages, *[0] * (columns - len(part.pages)))]
+        self.tables = on_device(tables, device).view(len(every), columns)
         self.positions = self.layout.positions(self.lengths, device)
         if any(part.real is not None and part.real < part.length for part in parts):
-            most = torch.tensor([len(part.pages) * page - 1 for part in every], device=device)
+            most = on_device([len(part.pages) * page - 1 for part in every], device)
             self.positions = torch.minimum(self.positions, most[self.layout.sequence(device)])
         if num_pads:  # all of it goes to the first place of the reserved page
             self.positions = self.positions.clone()
@@ -202,7 +202,7 @@ class Memory:
         if arena.has_kernels and num_early:
             self.seen = (self.positions[: self.early] + 1).view(num_early, -1).int()
             if self.seen.shape[1] > 1:  # padding sees nothing and is written where nobody reads
-                real = torch.tensor([part.real or part.length for part in parts[:num_early]], device=device)
+                real = on_device([part.real or part.length for part in parts[:num_early]], device)
                 is_pad = torch.arange(self.seen.shape[1], device=device) >= real[:, None]
                 self.seen.masked_fill_(is_pad, 0)
                 self.places[: self.early].masked_fill_(is_pad.flatten(), 0)
@@ -278,7 +278,7 @@ class Memory:
         tried = [n for n, part in enumerate(self.parts) if not part.is_kept]
         assert len(counts) == len(tried)
         if self.arena.has_kernels:
-            accepted = torch.tensor(counts, device=self.slots.device)
+            accepted = on_device(counts, self.slots.device)
             for layer in self.layers:
                 if isinstance(layer, KdaSlots):
                     assert isinstance(layer.drafts, Records)
@@ -300,7 +300,7 @@ def _accept(layer: KdaSlots, drafts: Drafts, slots: Tensor, firsts: list[int], c
     state, window = layer.state[slots], layer.window[slots]  # of the few rows that try drafts
     for depth in range(max(counts)):
         rows = [n for n, count in enumerate(counts) if count > depth]
-        token = torch.tensor([firsts[n] + depth for n in rows], device=slots.device)
+        token = on_device([firsts[n] + depth for n in rows], slots.device)
         some = state[rows]
         stepped.write(drafts.key[token], drafts.value[token], drafts.kept[token], drafts.beta[token], some)
         state[rows] = some

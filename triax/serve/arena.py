@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from triax.config.model import Model
+from triax.model.device import on_device
 from triax.model.memory import Arena
 from triax.serve.cache.tiers import Sizes
 from triax.serve.plan import Copy, Kind, Place
@@ -41,10 +42,10 @@ class Store:
         """Copy in the order given; neighbours of one direction go together."""
         for (kind, source, target), some in groupby(copies, key=lambda one: (one.kind, one.source, one.target)):
             pairs = [(one.source_index, one.target_index) for one in some]
-            read, write = (torch.tensor(side) for side in zip(*pairs, strict=True))
+            read, write = zip(*pairs, strict=True)
             for here, there in zip(self._parts(kind, source), self._parts(kind, target), strict=True):
                 if here.is_cuda == there.is_cuda:
-                    there[:, write.to(there.device)] = here[:, read.to(here.device)]
+                    there[:, on_device(write, there.device)] = here[:, on_device(read, here.device)]
                 else:  # one at a time, so that what crosses the bus is never held twice
                     for one, other in pairs:
                         there[:, other].copy_(here[:, one], non_blocking=True)
@@ -62,7 +63,7 @@ class Store:
     def _fill(self, kind: Kind, indices: Sequence[int], value: float) -> None:
         if indices:
             for part in self._parts(kind, "device"):
-                part[:, torch.tensor(indices, device=part.device)] = value
+                part[:, on_device(indices, part.device)] = value
 
     def read(self, kind: Kind, place: Place, index: int) -> bytes:
         """Return the bytes of one piece: for a slot all states, then all windows; layer after layer."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from triax.kernels.linear import tiled
 from triax.model.decoder import Decoder
+from triax.model.device import on_device
 from triax.model.exact import exact
 from triax.model.media import Inserts
 from triax.model.memory import Memory, Part
@@ -136,7 +137,7 @@ class Runner:
             if row.samples:
                 last = starts[n] + len(row.tokens) - 1
                 asked += range(last - row.drafts, last + 1)
-        logits = self._logits(hidden[torch.tensor(asked, device=self.device)]) if asked else hidden.new_zeros(0, 1)
+        logits = self._logits(hidden[on_device(asked, self.device)]) if asked else hidden.new_zeros(0, 1)
         prompts = {
             n: self._prompt_infos(row, hidden[starts[n] : starts[n] + len(row.tokens)])
             for n, row in enumerate(rows)
@@ -177,7 +178,7 @@ class Runner:
         stream = [token for tokens in streams for token in tokens]
         pads = -len(stream) % tiled.ROWS if self.is_exact else 0
         memory = Memory.of(self.model.settings, self.store.device, parts, early, pads)
-        tokens = torch.tensor(stream + [0] * pads, device=self.device)
+        tokens = on_device(stream + [0] * pads, self.device)
         if PENDING in stream:
             tokens = torch.where(
                 tokens == PENDING, self._latest[memory.slots[memory.layout.sequence(self.device)]], tokens
@@ -231,7 +232,7 @@ class Runner:
         if any(row.drafts for row in rows):
             flight.said = said
         else:
-            slots = torch.tensor([row.slot for row in rows if row.samples], device=self.device)
+            slots = on_device([row.slot for row in rows if row.samples], self.device)
             self._latest[slots] = token
         for row in rows:
             self.sequences[row.sequence].ahead += row.samples and not row.drafts
@@ -315,7 +316,7 @@ class Runner:
                 vectors.append(self._vectors(row.sequence, item)[first - item.start : end - item.start])
         if not places:
             return None
-        return Inserts(torch.tensor(places, device=self.device), torch.cat(vectors))
+        return Inserts(on_device(places, self.device), torch.cat(vectors))
 
     def _vectors(self, number: int, item: MediaItem) -> Float[Tensor, "S D"]:
         known = self.sequences[number].vectors

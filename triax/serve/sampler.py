@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from triax.model.device import on_device
 from triax.model.logprob import logprobs
 from triax.serve.request import Sampling, TokenInfo
 
@@ -66,7 +67,7 @@ def sample(
         groups.setdefault(key, []).append(row)
     token = torch.zeros(len(draws), dtype=torch.long, device=logits.device)
     for rows in groups.values():
-        points = torch.tensor([draws[row].uniform for row in rows], dtype=torch.float64, device=logits.device)
+        points = on_device([draws[row].uniform for row in rows], logits.device, torch.float64)
         some = score if len(rows) == len(draws) else score[rows]
         chosen = choose(some, points, draws[rows[0]].how)
         token[rows], is_valid[rows] = chosen.token, is_valid[rows] & chosen.is_valid
@@ -140,7 +141,7 @@ def infos(logits: Float[Tensor, "B V"], tokens: Sequence[int], tops: Sequence[in
     if not len(tokens):
         return []
     table = logprobs(logits)
-    own = table.gather(-1, torch.tensor(tokens, device=logits.device)[:, None]).squeeze(-1).float().tolist()
+    own = table.gather(-1, on_device(tokens, logits.device)[:, None]).squeeze(-1).float().tolist()
     most = max(tops)
     if not most:
         return [TokenInfo(token, value) for token, value in zip(tokens, own, strict=True)]

@@ -144,7 +144,10 @@ def _places(starts: tuple[int, ...], past: int, device: torch.device) -> _Places
     row = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths)
     age = torch.arange(len(row), dtype=torch.int32) - torch.tensor(starts[:-1], dtype=torch.int32)[row]
     left = lengths[row] - 1 - age
-    return _Places(*(x.clamp(max=limit).to(device) for x, limit in ((row, len(lengths)), (age, past), (left, past))))
+    places = (row, age.clamp(max=past), left.clamp(max=past))
+    if device.type == "cuda":  # nobody waits for what runs there
+        return _Places(*(x.pin_memory().to(device, non_blocking=True) for x in places))
+    return _Places(*(x.to(device) for x in places))
 
 
 class _ShortConv(torch.autograd.Function):
