@@ -8,7 +8,7 @@ from torch import Tensor
 
 from triax.kernels.newton_schulz import batched, reference
 
-__all__ = ["orthogonalize"]
+__all__ = ["orthogonalize", "product_dtype"]
 
 
 def orthogonalize(
@@ -21,9 +21,15 @@ def orthogonalize(
         steps: Newton-Schulz iterations.
         dtype: Format of the products; none is bf16 on a GPU, and the input's own on a CPU, where bf16 products
             are slower than fp32 ones.
+
+    Returns:
+        Matrices in the format of the given ones.
     """
     if os.environ.get("TRIAX_KERNELS") == "reference":
         return torch.stack([reference.orthogonalize(matrix, steps) for matrix in matrices])
-    if dtype is None:
-        dtype = torch.bfloat16 if matrices.is_cuda and matrices.dtype != torch.float64 else matrices.dtype
-    return batched.orthogonalize(matrices, steps, dtype)
+    return batched.orthogonalize(matrices, steps, dtype or product_dtype(matrices))
+
+
+def product_dtype(matrices: Float[Tensor, "*shape"]) -> torch.dtype:
+    """Return the format in which these are multiplied where none is asked for."""
+    return torch.bfloat16 if matrices.is_cuda and matrices.dtype != torch.float64 else matrices.dtype

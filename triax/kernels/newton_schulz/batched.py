@@ -20,11 +20,12 @@ def orthogonalize(matrices: Float[Tensor, "B R C"], steps: int, dtype: torch.dty
     """
     tall = matrices.shape[1] > matrices.shape[2]
     wide = matrices.mT if tall else matrices
-    norm = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
-    start = (wide / norm.clamp(min=EPS)).to(dtype)
+    exact = torch.promote_types(wide.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True, dtype=exact)
+    start = torch.empty(wide.shape, dtype=dtype, device=wide.device)  # in one piece, also where `wide` is a transpose
+    torch.div(wide, norm.clamp(min=EPS), out=start)
     # In bf16 the Gram form squares rounding errors that the plain form keeps small, so half precision stays plain.
-    exact = dtype in (torch.float32, torch.float64)
-    form = _by_gram if exact and wide.shape[2] >= WIDE * wide.shape[1] else _plain
+    form = _by_gram if dtype in (torch.float32, torch.float64) and wide.shape[2] >= WIDE * wide.shape[1] else _plain
     result = form(start, steps).to(matrices.dtype)
     return result.mT if tall else result
 
