@@ -32,7 +32,8 @@ class Narrow(nn.Parameter):
 class NarrowMatrices:
     """Keeps the rounded matrices of a model, and puts them in the masters' places while a step's gradient is found.
 
-    Values and gradients are those of autocast, bit for bit: it rounds the same matrices to the same format.
+    Values are those of autocast, bit for bit: it rounds the same matrices to the same format. So are gradients, but
+    for those that an operation adds to `main_grad` unrounded.
 
     Args:
         model: Holds fp32 masters; the head's stays as it is, since the loss sums its gradient in fp32 already.
