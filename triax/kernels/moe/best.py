@@ -29,12 +29,12 @@ def _choose(logit, bias, expert, share, kept_score, margins, tally, low, width, 
     biased = score + tl.load(bias + column, mask=column < E, other=0.0)
     biased = tl.where(column < E, biased, float("-inf"))
     chosen = tl.zeros((KK,), tl.int32)
-    kept = tl.zeros((KK,), tl.float32)
     for turn in range(K):
-        best = tl.argmax(biased, 0, tie_break_left=True)
+        best = tl.minimum(tl.argmax(biased, 0, tie_break_left=True), E - 1)  # an expert, whatever NaN makes of it
         chosen = tl.where(choice == turn, best, chosen)
-        kept = tl.where(choice == turn, tl.sum(tl.where(column == best, score, 0.0), 0), kept)
         biased = tl.where(column == best, float("-inf"), biased)
+    kept = tl.load(logit + token * row + chosen, mask=choice < K, other=float("-inf")).to(tl.float32)
+    kept = 1.0 / (1.0 + tl.exp(-kept))
     if tally is not None:
         tl.atomic_add(tally + chosen, tl.full((KK,), 1, tl.int64), mask=choice < K, sem="relaxed")
         # adding and taking away 1.5 x 2^23 rounds to whole numbers, ties to even
@@ -132,7 +132,7 @@ class _Choice(torch.autograd.Function):
         }  # fmt: skip
         launch(
             _choose, (tokens,), logit, bias, expert, share, kept, margins, tally, low, width, logit.stride(0), scale,
-            per_unit, BINS=bins, WAYS=WAYS, num_warps=2, **ctx.sizes,
+            per_unit, BINS=bins, WAYS=WAYS, num_warps=1 if experts <= 512 else 2, **ctx.sizes,
         )  # fmt: skip
         if learns:
             ctx.save_for_backward(expert, kept)
