@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from triax.config.model import Moe
-from triax.kernels.linear import tiled
+from triax.kernels.linear import of_one_row, tiled
 from triax.kernels.moe.choice import Places, Tallied, choose
 from triax.model.exact import is_exact
 from triax.model.precision import KeepsFp32, at_least_fp32
@@ -87,7 +87,8 @@ class Router(KeepsFp32):
         """Return the scores before the sigmoid; where nobody learns, matrix units add bf16 products up in fp32."""
         is_narrow = hidden.dtype is self.weight.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
         if hidden.is_cuda and is_narrow and not torch.is_grad_enabled() and not is_exact():
-            return torch.mm(hidden, self.weight.T, out_dtype=torch.float32)
+            found = of_one_row(hidden, self.weight, torch.float32) if len(hidden) == 1 else None
+            return torch.mm(hidden, self.weight.T, out_dtype=torch.float32) if found is None else found
         wide = at_least_fp32(hidden)
         return (tiled.linear if is_exact() else F.linear)(wide, self.weight.to(wide.dtype))
 

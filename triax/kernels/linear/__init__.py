@@ -4,6 +4,9 @@ There torch's own bf16 products run many times slower than fp32, so the operands
 the fp32 units: what bf16 units with fp32 accumulation would return.
 """
 
+import os
+from importlib.util import find_spec
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -29,7 +32,22 @@ def linear(
         and emulates(torch.get_autocast_dtype(kind), kind)
     ):
         return rounded.linear(hidden, weight, bias)
+    if kind == "cuda" and bias is None and hidden.numel() == weight.shape[1] and not torch.is_grad_enabled():
+        found = of_one_row(hidden, weight)
+        if found is not None:
+            return found
     return F.linear(hidden, weight, bias)
+
+
+def of_one_row(
+    hidden: Float[Tensor, "*rows I"], weight: Float[Tensor, "O I"], dtype: torch.dtype | None = None
+) -> Float[Tensor, "*rows O"] | None:
+    """Return the product of one row, summed in fp32, where there is a kernel for that; no gradient."""
+    if torch.is_autocast_enabled("cuda") or os.environ.get("TRIAX_KERNELS") == "reference" or not find_spec("triton"):
+        return None
+    from triax.kernels.linear import single
+
+    return single.linear(hidden, weight, dtype) if single.unsupported(hidden, weight) is None else None
 
 
 def emulates(dtype: torch.dtype, device: str) -> bool:
