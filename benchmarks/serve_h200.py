@@ -1,6 +1,6 @@
 """Serving speed on one H200 in the shape of Kimi-Linear-48B, bf16, random weights; transformers' model beside it.
 
-Run: python -m benchmarks.serve_h200 [--parts ours,prefix,peer] [--layers 27] [--json FILE]
+Run: python -m benchmarks.serve_h200 [--parts ours,prefix,peer] [--layers 27] [--step-tokens 32768] [--json FILE]
 
 Decoding at batch 1 and 64 beside the bound that memory bandwidth sets, from the experts that the steps really touched;
 prefill of 64 prompts; the first token after a shared prefix of 80k tokens, computed and restored; the GPU's idle time
@@ -14,11 +14,12 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from triax.config.load import load_model
 from triax.config.serve import Caching, Prefixes, Scheduling, Serve
@@ -30,6 +31,8 @@ from triax.serve.engine import Engine
 from triax.serve.request import Request
 
 BANDWIDTH = 4.3e12  # bytes a second of a device-to-device copy, read and written
+LAYERS = 27
+CPU, WARMING = DeviceType.CPU, 4
 CONTEXT, PROMPT, SHARED, TAIL = 2048, 512, 80_000, 32
 BARS = {
     "decode, batch 1, tok/s": 340.0,
@@ -129,7 +132,7 @@ def decode(engine: Engine, batch: int, prompt: int, steps: int, say: Callable[..
         for _ in range(steps):
             engine.step()
         times.append((sync() - started) / steps)
-    gaps = idle(engine, min(steps, 24))
+    gap, longest = idle(engine, min(steps, 24))
     touched = distinct_experts(engine)
     finish(engine)
     step_s = statistics.median(times)
@@ -137,34 +140,35 @@ def decode(engine: Engine, batch: int, prompt: int, steps: int, say: Callable[..
     say(
         part="decode", batch=batch, prompt=prompt, step_ms=round(step_s * 1e3, 3), tok_s=round(batch / step_s, 1),
         spread_ms=[round(one * 1e3, 3) for one in times], distinct_experts=round(touched, 1),
-        bound_ms=round(bound_s * 1e3, 3), share_of_bound=round(bound_s / step_s, 3), idle_ms=gaps,
-        prefill_s=round(prefill_s, 3),
+        bound_ms=round(bound_s * 1e3, 3), share_of_bound=round(bound_s / step_s, 3), idle_ms=gap,
+        longest_idle_ms=longest, first_tokens_s=round(prefill_s, 3),
     )  # fmt: skip
-    return {"tok_s": batch / step_s, "idle_ms": gaps}
+    return {"tok_s": batch / step_s, "idle_ms": gap}
 
 
-def idle(engine: Engine, steps: int) -> float:
-    """Return the median time that the GPU has nothing of ours to do between two decode steps, in ms."""
-    graphs = engine.runner.graphs
-    assert graphs is not None
-    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    run = graphs.run
+def idle(engine: Engine, steps: int) -> tuple[float, float]:
+    """Return median and largest time in ms between the last kernel of a decode step and the first of the next.
 
-    def watched(lines: Any) -> Any:
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        graph = run(lines)
-        last.record()
-        marks.append((first, last))
-        return graph
-
-    graphs.run = watched
-    for _ in range(steps):
-        engine.step()
-    graphs.run = run
-    sync()
-    gaps = [before[1].elapsed_time(after[0]) for before, after in pairwise(marks)]
-    return round(statistics.median(gaps), 4)
+    Copies of tokens that run in between count as idle. Traced by the profiler, which lengthens gaps if anything; the
+    first steps, in which it starts, are left out.
+    """
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(steps + WARMING):
+            engine.step()
+        sync()
+    gaps: list[float] = []
+    last, begins = 0.0, False
+    events = [event for event in trace.events() or () if event.device_type != CPU]
+    spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in events)
+    for start, end, name in spans:
+        if name.startswith("Memcpy HtoD"):  # the numbers of a step
+            begins = True
+        elif not name.startswith("Mem"):
+            if begins:
+                gaps.append((start - last) / 1e3)
+            last, begins = max(last, end), False
+    gaps = gaps[WARMING:]
+    return round(statistics.median(gaps), 4), round(max(gaps), 4)
 
 
 def distinct_experts(engine: Engine) -> float:
@@ -218,13 +222,15 @@ def prefix(engine: Engine, say: Callable[..., None]) -> tuple[float, float]:
     return cold, warm
 
 
-def peer(say: Callable[..., None]) -> None:
+def peer(num_layers: int, say: Callable[..., None]) -> None:
     """Measure transformers' model with random weights of the same shape: static batches, greedy."""
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    settings = AutoConfig.for_model("kimi_linear")
+    settings = AutoConfig.for_model(
+        "kimi_linear", **({} if num_layers == LAYERS else {"num_hidden_layers": num_layers})
+    )
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"), no_init_weights():
         model = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
@@ -266,7 +272,8 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", default="ours,prefix,peer")
-    parser.add_argument("--layers", type=int, default=27)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--step-tokens", type=int, default=32_768)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -282,14 +289,14 @@ def main() -> None:
     if "ours" in given.parts or "prefix" in given.parts:
         model = random_model(given.layers)
         settings = Serve(
-            scheduling=Scheduling(step_tokens=8192, mixed_prefill_tokens=8192, max_running=64),
+            scheduling=Scheduling(step_tokens=given.step_tokens, mixed_prefill_tokens=8192, max_running=64),
             cache=Caching(pages=6000, slots=200, prefixes=Prefixes()),
         )
         engine = Engine(model, Numbers(model.settings.vocab_size), settings)
         say(
             part="built", seconds=round(time.perf_counter() - started, 1), torch=torch.__version__,
             gpu=torch.cuda.get_device_name(), parameters=sum(p.numel() for p in model.parameters()),
-            gib=round(torch.cuda.memory_allocated() / 2**30, 1),
+            gib=round(torch.cuda.memory_allocated() / 2**30, 1), step_tokens=given.step_tokens,
         )  # fmt: skip
         if "ours" in given.parts:
             reached["decode, batch 1, tok/s"] = decode(engine, 1, CONTEXT, 64, say)["tok_s"]
@@ -303,7 +310,7 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
     if "peer" in given.parts:
-        peer(say)
+        peer(given.layers, say)
     for name, bar in BARS.items():
         if name in reached:
             is_less = name.endswith("ms")
