@@ -1,7 +1,7 @@
-"""MXFP4, FP8 blocks and INT4 groups, one number at a time in float64: the definition the fast paths are held to.
+"""MXFP4, MXFP8, FP8 blocks and INT4 groups, a number at a time in float64: the definition the fast paths are held to.
 
-Sources: OCP Microscaling Formats v1.0 sections 5.3, 5.4 and 6.3 (MXFP4); DeepSeek-V3 (arXiv 2412.19437) section 3.3
-(FP8 blocks); Kimi K2 Thinking's model card (INT4 groups).
+Sources: OCP Microscaling Formats v1.0 sections 5.3, 5.4 and 6.3 (MXFP4, MXFP8); DeepSeek-V3 (arXiv 2412.19437) section
+3.3 (FP8 blocks); Kimi K2 Thinking's model card (INT4 groups).
 """
 
 import math
@@ -59,6 +59,16 @@ def dequantize_mxfp4(packed: UInt8[Tensor, "R half"], scale: UInt8[Tensor, "R bl
         values = [-E2M1[code & 7] if code & 8 else E2M1[code] for code in codes]
         rows.append([math.ldexp(value, scales[place // GROUP] - BIAS) for place, value in enumerate(values)])
     return torch.tensor(rows, dtype=torch.float64)
+
+
+def round_mxfp8(rows: Float[Tensor, "*rows C"]) -> Float[Tensor, "*rows C"]:
+    """Return what MXFP8 keeps of each 32 numbers: E4M3 under the scale 2^(floor(log2 amax) - 8), at least 2^-127."""
+    kept = []
+    for block in rows.double().reshape(-1, GROUP).tolist():
+        scale = max(math.frexp(max(abs(value) for value in block))[1] - 1 - 8, -BIAS)
+        codes = [nearest(math.ldexp(abs(value), -scale), E4M3) for value in block]
+        kept.append([math.copysign(math.ldexp(E4M3[c], scale), v) for c, v in zip(codes, block, strict=True)])
+    return torch.tensor(kept, dtype=torch.float64).view(rows.shape)
 
 
 def quantize_fp8(weight: Float[Tensor, "R C"]) -> tuple[UInt8[Tensor, "R C"], Float[Tensor, "r c"]]:
