@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from triax.kernels.mla import blocked, paged, reference, sdpa
+from triax.kernels.mla import blocked, paged, ragged, reference, sdpa
 
 
 def attend(
@@ -30,6 +30,8 @@ def attend(
     if os.environ.get("TRIAX_KERNELS") == "reference":
         return reference.attend(*inputs)
     if query.is_cuda and query.dtype is not torch.float64:
+        if not with_largest and not torch.is_grad_enabled() and ragged.unsupported(query, key, value) is None:
+            return ragged.attend(*inputs), query.new_full((query.shape[1],), -torch.inf, dtype=torch.float32)
         return sdpa.attend(*inputs, with_largest=with_largest)
     return blocked.attend(*inputs)
 
