@@ -236,7 +236,7 @@ class Decoder(nn.Module):
         Weights keep names, shapes and values, and can still be written in place; moving or casting the model undoes it.
         """
         for module in self.modules():
-            if isinstance(module, KDA | GatedMLA | GatedMlp):
+            if isinstance(module, KDA | GatedMLA | GatedMlp | LatentMoe):
                 module.join()
 
     def empty_cache(self, num_sequences: int) -> Cache:

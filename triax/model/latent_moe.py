@@ -1,6 +1,7 @@
 """Routed experts in a narrow latent space, and shared ones on the full stream."""
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -11,7 +12,7 @@ from triax.kernels.moe.weights import Stacks
 from triax.model.branch import Branch
 from triax.model.exact import is_exact
 from triax.model.gated_mlp import GatedMlp
-from triax.model.matrix import Blocks, matrix
+from triax.model.matrix import Blocks, Joins, join, matrix
 from triax.model.norm import RMSNorm
 from triax.model.precision import at_least_fp32
 from triax.model.router import Router, Routing
@@ -51,7 +52,7 @@ class Experts(nn.Module):
         return {name: (getattr(self, name).shape[1],) for name in ("gate", "up", "down")}
 
 
-class LatentMoe(nn.Module):
+class LatentMoe(Joins):
     """y = W_up RMSNorm(sum_j share_j Expert_j(W_down x)) + Shared(x), the router reading the full x.
 
     Without a latent width the experts work on x itself and there is neither projection nor norm; with one, the norm
@@ -82,16 +83,39 @@ class LatentMoe(nn.Module):
         if self.shared is not None:
             with branch:
                 shared = self.shared(hidden)
-        routing = self.router(hidden, forced)
         if self.latent_down is None or self.latent_up is None:
+            routing = self.router(hidden, forced)
             branch.join()
             return self.experts(hidden, routing, shared)
-        summed = self.experts(self.latent_down(hidden), routing)
+        logit, latent = self._both(hidden)
+        routing = self.router(hidden, forced, logit)
+        summed = self.experts(self.latent_down(hidden) if latent is None else latent, routing)
         if self.training and summed.numel():
             self.latent_rms = at_least_fp32(summed.detach()).square().mean().sqrt()
         output = self.latent_up(summed if self.latent_norm is None else self.latent_norm(summed))
         branch.join()
         return output if shared is None else output + shared
+
+    def join(self) -> None:
+        """Lay the weights of the router and of the way into the latent end to end, to run as one product."""
+        if self.latent_down is not None and self.latent_down.weight.dtype is self.router.weight.dtype:
+            self.joined = join([self.router.weight, self.latent_down.weight])
+
+    def _both(self, hidden: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the router's scores before the sigmoid, in fp32, and the latent, where one product makes both."""
+        whole = self.joined
+        if whole is None or torch.is_grad_enabled() or is_exact() or hidden.dtype is not whole.dtype:
+            return None, None
+        if torch.is_autocast_enabled(hidden.device.type):  # which would round the scores
+            return None, None
+        if hidden.dtype in (torch.float32, torch.float64):
+            product = F.linear(hidden, whole)
+        elif hidden.is_cuda:
+            product = torch.mm(hidden, whole.T, out_dtype=torch.float32)
+        else:
+            return None, None
+        logit, latent = product.split([len(self.router.weight), len(whole) - len(self.router.weight)], dim=1)
+        return logit, latent.to(hidden.dtype)
 
     def matrices(self) -> Blocks:
         """Return the logical matrices for the optimiser; experts and shared experts state their own."""

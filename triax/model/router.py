@@ -56,7 +56,12 @@ class Router(KeepsFp32):
         self.tally: Tally | None = None
         self.agreement: Float[Tensor, ""] | None = None
 
-    def forward(self, hidden: Float[Tensor, "T D"], forced: Routing | None = None) -> Routing:
+    def forward(
+        self,
+        hidden: Float[Tensor, "T D"],
+        forced: Routing | None = None,
+        logit: Float[Tensor, "T E"] | None = None,
+    ) -> Routing:
         """Choose each token's experts and their shares, in fp32 (fp64 where the model is).
 
         Args:
@@ -64,9 +69,11 @@ class Router(KeepsFp32):
             forced: A recorded routing whose experts are used instead of the router's own choice. Shares still come
                 from this router's scores, so gradients flow. `agreement` then holds how many of the forced experts
                 the router would have chosen itself, as a share.
+            logit: `hidden` times the router's weight, in fp32 at least, where another product has it already.
         """
-        with _no_autocast(hidden):
-            logit = self._logit(hidden)
+        if logit is None:
+            with _no_autocast(hidden):
+                logit = self._logit(hidden)
         counts_it = forced is None and self.training and torch.is_grad_enabled() and not _is_recomputing()
         if forced is None and (found := self._choose_at_once(logit, counts_it=counts_it)):
             return found
