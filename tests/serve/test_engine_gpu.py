@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from triax.config.model import BlockResiduals
-from triax.config.serve import Caching, Drafting, Prefixes, Scheduling, Serve
+from triax.config.serve import Caching, Drafting, HostPool, Prefixes, Scheduling, Serve
 from triax.data.tokenizer import Tokenizer
+from triax.errors import UnsupportedError
 from triax.model.decoder import Decoder
 from triax.serve.engine import Engine
 from triax.serve.request import Request, Sampling
@@ -39,11 +40,12 @@ def models(t0):
     return {"cpu": model, "cuda": copy.deepcopy(model).cuda()}
 
 
-def settings(**changes):
+def settings(pages=40, slots=20, host=None, **changes):
+    prefixes = Prefixes(first=64, gap=16, write_back_tokens=16)
     return Serve(
         is_debugging=True,
         scheduling=Scheduling(step_tokens=128, mixed_prefill_tokens=64, max_running=8),
-        cache=Caching(page_tokens=64, pages=40, slots=20, prefixes=Prefixes(first=64, gap=16)),
+        cache=Caching(page_tokens=64, pages=pages, slots=slots, prefixes=prefixes, host=host),
         **changes,
     )
 
@@ -115,3 +117,19 @@ def test_16_bit_weights_give_a_distribution(models, tokenizer):
     engine = Engine(copy.deepcopy(models["cuda"]).bfloat16(), tokenizer, settings())
     said = finish(engine, [ask(n, "greedy") for n in range(5)])
     assert all(len(tokens) == 20 for tokens in said.values())
+
+
+def test_a_prefix_that_went_to_host_memory_comes_back_as_it_was(models, tokenizer):
+    engine = Engine(models["cuda"], tokenizer, settings(pages=6, slots=3, host=HostPool(memory_bytes=1 << 23)))
+    cold = finish(engine, [ask(4, "greedy")])
+    for n in (1, 3, 1):
+        finish(engine, [ask(n, "greedy", 40)])
+    assert engine.cache_report()["pages_on_host"]
+    before = engine.metrics()["cached_tokens_count"]
+    assert finish(engine, [ask(4, "greedy")]) == cold
+    assert engine.metrics()["cached_tokens_count"] > before
+
+
+def test_deterministic_mode_is_refused_with_what_to_do(models, tokenizer):
+    with pytest.raises(UnsupportedError, match="found a GPU"):
+        Engine(models["cuda"], tokenizer, settings(is_deterministic=True))
