@@ -46,13 +46,14 @@ def test_every_child_has_entropy_names_and_credentials_of_its_own(in_lab, said):
     async def test(lab):
         machine = await lab.create()
         asked = "cat /proc/sys/kernel/random/uuid; head -c 16 /dev/urandom | md5sum; cat /etc/machine-id; hostname; "
-        asked += "cat /run/triax/token; echo; cat /run/triax/generation"
+        asked += "cat /run/triax/token; echo; cat /etc/hostname; cat /run/triax/generation"
         children = await lab.fork(machine, "one", "two", "three")
         answers = [(await said(each, asked)).split("\n") for each in (machine, *children)]
         for column in list(zip(*answers, strict=True))[:-1]:
             assert len(set(column)) == 4, column
         assert [answer[-1] for answer in answers] == ["0", "1", "1", "1"]
         assert [answer[3] for answer in answers] == ["source", "one", "two", "three"]
+        assert [answer[5] for answer in answers] == ["source", "one", "two", "three"]
         assert [answer[4] for answer in answers] == [each.token for each in (machine, *children)]
 
     in_lab(test)

@@ -202,6 +202,35 @@ def test_commands_run_as_another_user_with_its_home(in_lab, said):
     in_lab(test)
 
 
+def test_commands_leave_nothing_of_theirs_to_the_next(in_lab):
+    async def test(lab):
+        machine = await lab.create()
+        clean = (await machine.exec(["env"])).stdout
+        assert b"PATH=" in clean
+        assert b"HOME=/root\n" in clean
+        await machine.exec(["env"], env={"COLOUR": "blue", "HOME": "/tmp"}, cwd="/etc", user="user")
+        assert (await machine.exec(["nothing-there"], env={"PATH": "/nowhere", "COLOUR": "red"})).exit_code == 127
+        with pytest.raises(SandboxError, match="no such user"):
+            await machine.exec(["true"], user="nobody-known")
+        assert (await machine.exec("umask; id -u; pwd; trap")).stdout == b"0022\n0\n/root\n"
+        assert (await machine.exec(["env"])).stdout == clean
+        assert (await machine.exec(["sh", "-c", "id -u"], user="user", env={"PATH": ":/bin"})).stdout == b"1000\n"
+
+    in_lab(test)
+
+
+def test_an_idle_guest_uses_no_processor(in_lab):
+    async def test(lab):
+        machine = await lab.create()
+        await machine.exec(["true"])
+        await asyncio.sleep(1.0)  # what the command left for the kernel to do
+        before = machine.emulator.cpu_s()
+        await asyncio.sleep(2.0)
+        assert machine.emulator.cpu_s() - before <= 0.04
+
+    in_lab(test)
+
+
 def test_a_pause_stops_time_and_the_clock_is_right_after_it(in_lab, said):
     async def test(lab):
         machine = await lab.create()

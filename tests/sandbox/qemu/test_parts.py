@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from triax.errors import SandboxError
 from triax.sandbox.backend.qemu import disk
 from triax.sandbox.backend.qemu.memory import PAGE, Pages, Region, capture, changed, region, runs
-from triax.sandbox.guest.build import archive
+from triax.sandbox.guest.build import archive, unsigned
 from triax.sandbox.guest.channel import Channel
 from triax.sandbox.guest.kernel import unpacked
 from triax.sandbox.guest.wire import HEAD, Kind, frame, number
@@ -166,6 +166,14 @@ def test_an_archive_is_what_a_kernel_unpacks(tmp_path):
     if busybox:
         subprocess.run([busybox, "cpio", "-id"], input=whole, cwd=tmp_path, capture_output=True, check=False)
         assert (tmp_path / "modules/a.ko").read_bytes() == b"module" * 100
+
+
+def test_a_module_loses_its_signature_and_nothing_else():
+    code = bytes(range(200))
+    signature = b"signature" * 40
+    about = b"\0\0\2\0\0\0\0\0" + len(signature).to_bytes(4, "big")
+    assert unsigned(code + signature + about + b"~Module signature appended~\n") == code
+    assert unsigned(code) == code
 
 
 def test_what_is_no_packed_kernel_is_left_as_it_is():

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Generator, Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 from triax.errors import SandboxError
 
 HERE = Path(__file__).parent
+SIGNED = b"~Module signature appended~\n"
 FLAGS = ("-std=gnu11", "-Os", "-static", "-s")
 
 
@@ -89,10 +91,18 @@ def archive(files: Mapping[str, bytes]) -> bytes:
     return b"".join(parts)
 
 
+def unsigned(module: bytes) -> bytes:
+    """Return a kernel module without its signature, which a guest would spend its start on checking."""
+    if not module.endswith(SIGNED):
+        return module
+    (size,) = struct.unpack(">I", module[-len(SIGNED) - 4 : -len(SIGNED)])
+    return module[: -len(SIGNED) - 12 - size]
+
+
 def initramfs(modules: Mapping[str, Path], cache: Path) -> Path:
     """Return an archive with the agent as `/init` and kernel modules, by name, in `/modules`."""
     files = {"init": agent(cache).read_bytes()}
-    files |= {f"modules/{name}.ko": path.read_bytes() for name, path in modules.items()}
+    files |= {f"modules/{name}.ko": unsigned(path.read_bytes()) for name, path in modules.items()}
     whole = archive(files)
     path = cache / f"initramfs-{hashlib.sha256(whole).hexdigest()[:16]}"
     if not path.exists():

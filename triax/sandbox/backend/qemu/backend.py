@@ -30,6 +30,10 @@ from triax.sandbox.protocol import Capabilities, Check, Spec
 
 LEAST_MEMORY_MIB = 96  # below, the kernel leaves nothing for a command
 BOOT_S = 90.0
+SETTLE_S = 5.0
+LOOK_S = 0.2
+CALM = 5
+BUSY = 0.1  # of a processor; a guest that only keeps time uses less
 REAP_S = 10.0  # from SIGKILL to the end of a process
 FLAT_BYTES = 16 * 2**20  # more changed memory than this is joined with its base before several copies map it
 
@@ -96,6 +100,7 @@ class QemuBackend:
             try:
                 machine = await self.boot(spec, f"template-{key}-{os.getpid()}", hardware, image)
                 try:
+                    await _settle(machine)
                     await save(machine, fresh, fit, goes_on=False, flat=True)
                 finally:
                     await machine.kill()
@@ -308,6 +313,19 @@ class QemuBackend:
             state=state,
             console=console,
         )
+
+
+async def _settle(machine: QemuMachine) -> None:
+    """Let a guest do what it does once, then wait until it does nothing: else each copy would begin with it."""
+    await machine.exec(["/bin/sh", "-c", "ls -lL /bin /usr/bin; exec true"])
+    await machine.exec(["true"])
+    await machine.exec(["sync"])
+    give_up = time.monotonic() + SETTLE_S
+    calm = 0
+    while calm < CALM and time.monotonic() < give_up:
+        before = machine.emulator.cpu_s()
+        await asyncio.sleep(LOOK_S)
+        calm = calm + 1 if machine.emulator.cpu_s() - before <= BUSY * LOOK_S else 0
 
 
 def _refuse_what_cannot_be(spec: Spec) -> None:

@@ -347,10 +347,7 @@ class QemuMachine:
     async def usage(self) -> Usage:
         """Return what its process uses, and its own layers on disk."""
         pid = self.emulator.process.pid
-        cpu_s = memory = None
-        with suppress(OSError, ValueError, IndexError):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        memory = None
         with suppress(OSError, ValueError):
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
             memory = sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024
@@ -359,7 +356,7 @@ class QemuMachine:
             with suppress(OSError):
                 about = path.stat()
                 disk += about.st_blocks * 512 if about.st_nlink == 1 else 0
-        return Usage(cpu_s=cpu_s, memory_bytes=memory, disk_bytes=disk)
+        return Usage(cpu_s=self.emulator.cpu_s(), memory_bytes=memory, disk_bytes=disk)
 
     def _channel(self) -> Channel:
         channel = self.emulator.channel

@@ -41,8 +41,10 @@ struct buffer {
 
 struct cgroup {
     char path[48];
-    unsigned long kills;
+    int folder, events, memory;
+    unsigned long kills; /* by the kernel for want of memory, as far as they were counted */
     bool taken;
+    bool settled;        /* nothing has run here since they were counted */
 };
 
 struct stream {
@@ -74,6 +76,7 @@ struct reader {
 
 extern struct stream *streams;
 extern unsigned process_limit;
+extern bool childless; /* no process but the agent is left, of whichever parent */
 
 void append(struct buffer *buffer, const void *data, size_t size);
 void consume(struct buffer *buffer, size_t size);
@@ -93,11 +96,12 @@ void make_parents(const char *path);
 
 void prepare_groups(void);
 struct cgroup *take_group(void);
-unsigned long kills_of(const struct cgroup *group);
+unsigned long kills_of(struct cgroup *group); /* since the last time */
 void kill_group(const struct cgroup *group);
 bool freeze_all(bool frozen);
 void set_process_limit(unsigned limit);
 
+void prepare_identity(void);
 void greet(struct reader *reader);
 void set_clock(uint64_t nanoseconds);
 

@@ -8,6 +8,7 @@
 #include <sys/ioctl.h>
 #include <sys/mount.h>
 #include <sys/reboot.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 
@@ -15,6 +16,7 @@
 #define MOST_GROUPS 1024
 
 unsigned process_limit = 256;
+bool childless = true;
 static struct cgroup groups[MOST_GROUPS];
 static size_t group_count;
 
@@ -71,7 +73,7 @@ void boot(void) {
     load_modules();
     mkdir("/root", 0755);
     int tries = 0;
-    while (mount("/dev/vda", "/root", "ext4", MS_NOATIME, "noinit_itable") && tries++ < 1000) usleep(1000);
+    while (mount("/dev/vda", "/root", "ext4", MS_NOATIME, "noinit_itable,no_prefetch_block_bitmaps") && tries++ < 1000) usleep(1000);
     if (tries > 1000) {
         say("the root file system cannot be mounted");
         reboot(LINUX_REBOOT_CMD_POWER_OFF);
@@ -94,7 +96,10 @@ void boot(void) {
     symlink("/proc/self/fd/2", "/dev/stderr");
     mkdir("/run/triax", 0755);
     chmod("/tmp", 01777);
-    write_file("/proc/self/oom_score_adj", "-1000");
+    struct rlimit files;
+    getrlimit(RLIMIT_NOFILE, &files);
+    files.rlim_cur = files.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &files);
     setenv("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", 1);
 
     int link = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
@@ -114,6 +119,9 @@ static unsigned long available(void) {
     return kib;
 }
 
+/* Kernel files that are asked again and again stay open. */
+static int freezer = -1, events = -1;
+
 void prepare_groups(void) {
     mount("cgroup2", "/sys/fs/cgroup", "cgroup2", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL);
     write_file("/sys/fs/cgroup/cgroup.subtree_control", "+memory +pids");
@@ -125,6 +133,8 @@ void prepare_groups(void) {
     snprintf(number, sizeof number, "%lu", (kib > 40960 ? kib - 12288 : kib * 7 / 10) << 10);
     write_file(WORK "/memory.max", number);
     set_process_limit(process_limit);
+    freezer = open(WORK "/cgroup.freeze", O_WRONLY | O_CLOEXEC);
+    events = open(WORK "/cgroup.events", O_RDONLY | O_CLOEXEC);
 }
 
 void set_process_limit(unsigned limit) {
@@ -134,36 +144,54 @@ void set_process_limit(unsigned limit) {
     write_file(WORK "/pids.max", number);
 }
 
-static unsigned long field(const struct cgroup *group, const char *file, const char *name) {
-    char path[96], line[128];
-    snprintf(path, sizeof path, "%s/%s", group->path, file);
-    FILE *events = fopen(path, "re");
-    unsigned long value = 0;
+/* The number beside a name in a file of lines. */
+static unsigned long field(int file, const char *name) {
+    char text[512];
+    ssize_t size = pread(file, text, sizeof text - 1, 0);
+    if (size <= 0) return 0;
+    text[size] = 0;
     size_t length = strlen(name);
-    while (events && fgets(line, sizeof line, events))
-        if (!strncmp(line, name, length) && line[length] == ' ') value = strtoul(line + length, NULL, 10);
-    if (events) fclose(events);
-    return value;
+    for (const char *line = text; line; line = (line = strchr(line, '\n')) ? line + 1 : NULL) {
+        if (strncmp(line, name, length) || line[length] != ' ') continue;
+        unsigned long value = 0;
+        for (line += length + 1; *line >= '0' && *line <= '9'; line++) value = value * 10 + (*line - '0');
+        return value;
+    }
+    return 0;
 }
 
-unsigned long kills_of(const struct cgroup *group) { return field(group, "memory.events", "oom_kill"); }
+unsigned long kills_of(struct cgroup *group) {
+    unsigned long before = group->kills;
+    group->kills = field(group->memory, "oom_kill");
+    group->settled = childless;
+    return group->kills - before;
+}
+
+static int open_in(const struct cgroup *group, const char *file) {
+    char path[96];
+    snprintf(path, sizeof path, "%s/%s", group->path, file);
+    return open(path, O_RDONLY | O_CLOEXEC);
+}
 
 /* Making and removing control groups costs milliseconds, so an empty one is used again. */
 struct cgroup *take_group(void) {
     for (size_t i = 0; i < group_count; i++) {
         struct cgroup *group = &groups[i];
-        if (group->taken || field(group, "cgroup.events", "populated")) continue;
+        if (group->taken || (!childless && field(group->events, "populated"))) continue;
         group->taken = true;
-        group->kills = kills_of(group);
+        if (!group->settled) kills_of(group);
+        group->settled = false;
         return group;
     }
     if (group_count == MOST_GROUPS) return NULL;
     struct cgroup *group = &groups[group_count];
     snprintf(group->path, sizeof group->path, WORK "/%zu", group_count);
     if (mkdir(group->path, 0755)) return NULL;
+    group->folder = open(group->path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    group->events = open_in(group, "cgroup.events");
+    group->memory = open_in(group, "memory.events");
     group_count++;
     group->taken = true;
-    group->kills = 0;
     return group;
 }
 
@@ -173,11 +201,15 @@ void kill_group(const struct cgroup *group) {
     write_file(path, "1");
 }
 
-bool freeze_all(bool frozen) {
-    static const struct cgroup work = {.path = WORK};
-    write_file(WORK "/cgroup.freeze", frozen ? "1" : "0");
+/* Stopping costs the kernel more than all else that a machine does as it starts; where nothing runs there is nothing
+   to stop. */
+bool freeze_all(bool wanted) {
+    static bool is;
+    if (is == wanted || (wanted && !field(events, "populated"))) return true;
+    if (pwrite(freezer, wanted ? "1" : "0", 1, 0) != 1) return false;
+    is = wanted;
     for (int tries = 0; tries < 100; tries++) {
-        if (field(&work, "cgroup.events", "frozen") == frozen) return true;
+        if (field(events, "frozen") == wanted) return true;
         usleep(1000);
     }
     return false;

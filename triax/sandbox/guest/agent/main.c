@@ -177,7 +177,9 @@ int main(void) {
     sigprocmask(SIG_BLOCK, &signals, NULL);
     sigemptyset(&signals);
     sigaddset(&signals, SIGCHLD);
+    umask(022);
     boot();
+    prepare_identity();
     prepare_groups();
     channel = open_channel();
     if (channel < 0) abort();

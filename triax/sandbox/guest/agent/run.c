@@ -1,6 +1,7 @@
 /* Commands: a process in a control group of its own, with pipes or a terminal. */
 #include "agent.h"
 
+#include <limits.h>
 #include <linux/sched.h>
 #include <sys/ioctl.h>
 #include <sys/resource.h>
@@ -15,13 +16,15 @@ struct command {
     char *user, *folder, **arguments, **variables;
 };
 
+#define PROVIDED 4 /* variables that the agent adds */
+
 static char **take_list(struct reader *reader) {
     uint32_t count = take_number(reader);
     if (reader->bad || count > FRAME_LIMIT / 4) {
         reader->bad = true;
         return NULL;
     }
-    char **list = calloc(count + 1, sizeof *list);
+    char **list = calloc(count + 1 + PROVIDED, sizeof *list);
     if (!list) abort();
     for (uint32_t i = 0; i < count && !reader->bad; i++) list[i] = take_text(reader);
     return list;
@@ -32,53 +35,106 @@ static void free_list(char **list) {
     free(list);
 }
 
-/* A child that starts inside its control group: moving it there later would wait for every processor. */
-static pid_t spawn(const struct cgroup *group) {
-    int folder = group ? open(group->path, O_RDONLY | O_DIRECTORY | O_CLOEXEC) : -1;
-    struct clone_args how = {.exit_signal = SIGCHLD};
-    if (folder >= 0) {
-        how.flags = CLONE_INTO_CGROUP;
-        how.cgroup = folder;
-    }
-    pid_t pid = syscall(SYS_clone3, &how, sizeof how);
-    if (folder >= 0) close(folder);
-    return pid;
+static void provide(char **variables, const char *name, const char *value) {
+    size_t length = strlen(name);
+    for (; *variables; variables++)
+        if (!strncmp(*variables, name, length) && (*variables)[length] == '=') return;
+    size_t rest = strlen(value) + 1;
+    *variables = malloc(length + 1 + rest);
+    if (!*variables) abort();
+    memcpy(*variables, name, length);
+    (*variables)[length] = '=';
+    memcpy(*variables + length + 1, value, rest);
 }
 
-static void fail(int report, const char *step) {
-    struct {
-        int code;
-        char step[60];
-    } body = {errno, ""};
-    snprintf(body.step, sizeof body.step, "%s", step);
-    if (write(report, &body, sizeof body) < 0) _exit(126);
+/* What a child is told and what it tells. It runs in the agent's own memory until its program starts: copying that
+   memory would cost more than all the rest. File operations, which have no program, run in a copy. */
+struct birth {
+    const struct command *command;
+    const struct account *account;
+    int ends[3];
+    int code;
+    const char *step; /* where it failed, if it did */
+};
+
+_Noreturn static void fail(struct birth *birth, const char *step) {
+    birth->code = errno;
+    birth->step = step;
     _exit(127);
 }
 
-static void child(const struct command *command, const struct account *account, int in, int out, int err, int report) {
+/* A try to start what is not there costs as much as a start, so it is looked for first. */
+static void start_program(char **arguments) {
+    const char *name = arguments[0], *folders = getenv("PATH");
+    char path[PATH_MAX];
+    for (const char *at = folders; at && !strchr(name, '/'); at = *at ? at + 1 : NULL) {
+        const char *end = strchrnul(at, ':');
+        size_t length = end - at, rest = strlen(name) + 1;
+        if (length && length + rest < sizeof path) {
+            memcpy(path, at, length);
+            path[length] = '/';
+            memcpy(path + length + 1, name, rest);
+            if (!access(path, X_OK)) execv(path, arguments);
+        }
+        at = end;
+    }
+    execvp(name, arguments);
+}
+
+static int child(void *told) {
+    struct birth *birth = told;
+    const struct command *command = birth->command;
+    const struct account *account = birth->account;
     setsid();
-    if (command->flags & TERMINAL) ioctl(in, TIOCSCTTY, 0);
-    if (dup2(in, 0) < 0 || dup2(out, 1) < 0 || dup2(err, 2) < 0) fail(report, "pipes");
-    write_file("/proc/self/oom_score_adj", "0");
+    if (command->flags & TERMINAL) ioctl(birth->ends[0], TIOCSCTTY, 0);
+    for (int i = 0; i < 3; i++)
+        if (dup2(birth->ends[i], i) < 0) fail(birth, "pipes");
     sigset_t none;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
-    signal(SIGPIPE, command->flags & OPERATION ? SIG_IGN : SIG_DFL);
     become(account);
-    umask(022);
     if (chdir(*command->folder ? command->folder : account->home) && (*command->folder || chdir("/")))
-        fail(report, "cwd");
+        fail(birth, "cwd");
     if (command->flags & OPERATION) {
+        signal(SIGPIPE, SIG_IGN);
         close_range(3, ~0u, 0); /* no program follows that would close the agent's ends of all pipes */
         _exit(file_operation(command->arguments));
     }
     environ = command->variables;
-    setenv("HOME", account->home, 0);
-    setenv("USER", account->name, 0);
-    setenv("LOGNAME", account->name, 0);
-    setenv("SHELL", account->shell, 0);
-    execvp(command->arguments[0], command->arguments);
-    fail(report, "exec");
+    start_program(command->arguments);
+    fail(birth, "exec");
+}
+
+/* A child that starts inside its control group: moving it there later would wait for every processor. One that shares
+   this memory needs a stack of its own, which the C library's `clone` could give it, but not the group. */
+static pid_t spawn(struct birth *birth, const struct cgroup *group) {
+    static char stack[128 << 10] __attribute__((aligned(16)));
+    struct clone_args how = {.exit_signal = SIGCHLD};
+    childless = false;
+    if (group) {
+        how.flags = CLONE_INTO_CGROUP;
+        how.cgroup = group->folder;
+    }
+    pid_t pid;
+    if (birth->command->flags & OPERATION) {
+        pid = syscall(SYS_clone3, &how, sizeof how);
+        if (pid == 0) child(birth);
+    } else {
+        char **mine = environ;
+        how.flags |= CLONE_VM | CLONE_VFORK;
+        how.stack = (uintptr_t)stack;
+        how.stack_size = sizeof stack;
+        long result;
+        __asm__ volatile("syscall\n\ttest %%rax, %%rax\n\tjnz 1f\n\t"
+                         "xor %%ebp, %%ebp\n\tmov %[told], %%rdi\n\tcall *%[start]\n\thlt\n1:"
+                         : "=a"(result)
+                         : "0"(SYS_clone3), "D"(&how), "S"(sizeof how), [told] "r"(birth), [start] "r"(child)
+                         : "rcx", "r11", "memory");
+        environ = mine;
+        errno = result < 0 ? -result : 0;
+        pid = result < 0 ? -1 : result;
+    }
+    return pid;
 }
 
 static bool open_ends(bool terminal, const struct command *command, int mine[3], int theirs[3]) {
@@ -107,34 +163,29 @@ static bool open_ends(bool terminal, const struct command *command, int mine[3],
 static void start(uint32_t id, const struct command *command) {
     struct account account;
     if (!find_account(command->user, &account)) return send_failure(id, ENOENT, "user");
+    provide(command->variables, "HOME", account.home);
+    provide(command->variables, "USER", account.name);
+    provide(command->variables, "LOGNAME", account.name);
+    provide(command->variables, "SHELL", account.shell);
     bool terminal = command->flags & TERMINAL;
-    int mine[3], theirs[3], report[2] = {-1, -1};
+    int mine[3], count = terminal ? 1 : 3;
+    struct birth birth = {.command = command, .account = &account};
     struct cgroup *group = command->flags & OPERATION ? NULL : take_group();
-    if (!open_ends(terminal, command, mine, theirs) || pipe2(report, O_CLOEXEC)) {
-        send_failure(id, errno, "pipes");
-        if (group) group->taken = false;
-        for (int i = 0; i < 3; i++) {
-            if (mine[i] >= 0 && (i == 0 || !terminal)) close(mine[i]);
-            if (theirs[i] >= 0 && (i == 0 || !terminal)) close(theirs[i]);
-        }
-        return;
+    pid_t pid = -1;
+    if (open_ends(terminal, command, mine, birth.ends)) {
+        pid = spawn(&birth, group);
+        if (pid < 0) birth.code = errno, birth.step = "fork";
+    } else {
+        birth.code = errno, birth.step = "pipes";
     }
-    pid_t pid = spawn(group);
-    if (pid == 0) child(command, &account, theirs[0], theirs[1], theirs[2], report[1]);
-    int code = errno;
-    close(report[1]);
-    for (int i = 0; i < (terminal ? 1 : 3); i++) close(theirs[i]);
-    struct {
-        int code;
-        char step[60];
-    } failure = {code, "fork"};
-    if (pid > 0 && read(report[0], &failure, sizeof failure) <= 0) failure.step[0] = 0;
-    close(report[0]);
-    if (pid < 0 || failure.step[0]) {
+    for (int i = 0; i < count; i++)
+        if (birth.ends[i] >= 0) close(birth.ends[i]);
+    if (birth.step) {
         if (pid > 0) waitpid(pid, NULL, 0);
-        for (int i = 0; i < (terminal ? 1 : 3); i++) close(mine[i]);
+        for (int i = 0; i < count; i++)
+            if (mine[i] >= 0) close(mine[i]);
         if (group) group->taken = false;
-        return send_failure(id, failure.code, failure.step);
+        return send_failure(id, birth.code, birth.step);
     }
     struct stream *stream = calloc(1, sizeof *stream);
     if (!stream) abort();

@@ -187,7 +187,7 @@ static void tell_exit(struct stream *stream) {
     bool quiet = (stream->out < 0 || stream->dry[0]) && (stream->err < 0 || stream->dry[1]);
     quiet = quiet || stream->after_exit > AFTER_EXIT;
     if (!quiet && !stream->detached) return;
-    unsigned long kills = stream->group ? kills_of(stream->group) - stream->group->kills : 0;
+    unsigned long kills = stream->group ? kills_of(stream->group) : 0;
     uint32_t body[3] = {
         WIFEXITED(stream->status) ? WEXITSTATUS(stream->status) : 0,
         WIFSIGNALED(stream->status) ? WTERMSIG(stream->status) : 0,
@@ -201,13 +201,15 @@ static void tell_exit(struct stream *stream) {
 
 void reap_children(void) {
     int status;
-    for (pid_t pid; (pid = waitpid(-1, &status, WNOHANG)) > 0;) {
+    pid_t pid;
+    while ((pid = waitpid(-1, &status, WNOHANG)) > 0) {
         for (struct stream *stream = streams; stream; stream = stream->next)
             if (stream->pid == pid && !stream->exited) {
                 stream->exited = true;
                 stream->status = status;
             }
     }
+    childless = pid < 0 && errno == ECHILD;
 }
 
 static void read_from(struct stream *stream, int *descriptor, enum kind kind) {
