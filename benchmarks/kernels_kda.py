@@ -1,5 +1,9 @@
-"""Kimi Delta Attention over chunks: forward, forward with backward, and the errors of both."""
+"""Kimi Delta Attention over chunks: forward, forward with backward, and the errors of both.
 
+Raw inputs come with K3's bounded gate or with Kimi Linear's softplus gate, which has no bound.
+"""
+
+import math
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -22,6 +26,7 @@ FORWARD = {
     16: (0.35, "fla 0.69, FlashKDA 0.87, cudnn 0.15 / 2.25 slow"),
 }
 BOTH = {96: (5.0, "fla 12.4, cudnn 5.47 pre-activated"), 32: (1.9, "fla 4.44, cudnn 2.91 pre-activated")}
+SOFTPLUS_HEADS = (32, 16)
 LIMITS = {"random": (6e-3, 8e-3), "slow": (6e-3, 8e-3), "repeated": (1.5e-2, 2e-2)}
 NAMES = ("query", "key", "value", "log_decay", "beta", "state")
 RAW_NAMES = ("query", "key", "value", "gate", "beta", "rates", "biases", "state")
@@ -41,12 +46,19 @@ def measure() -> Iterator[Time | Error]:
         x = inputs(TOKENS, heads, "slow")
         name = f"KDA forward+backward H={heads} slow, activated inputs"
         yield forward_backward(name, run, x, bar, floor(heads, backward=True), peer)
+    for heads in SOFTPLUS_HEADS:
+        x, name = raw_inputs(TOKENS, heads, -math.inf), f"H={heads} from raw inputs, softplus gate"
+        with torch.no_grad():
+            yield Time(f"KDA forward {name}", milliseconds(lambda x=x: run_raw(x, -math.inf)), None, floor(heads))
+        call = lambda x: run_raw(x, -math.inf)  # noqa: E731
+        yield forward_backward(f"KDA forward+backward {name}", call, x, None, floor(heads, backward=True), "")
     if find_spec("fla") is not None:
-        yield fla_memory()
+        yield from peers()
     for kind in LIMITS:
         yield from errors(kind, 512, 2, range(2))
     yield from errors("slow", TOKENS, 96, (0, 95))
-    yield from raw_errors()
+    yield from raw_errors(-5.0)
+    yield from raw_errors(-math.inf)
 
 
 def floor(heads: int, backward: bool = False) -> float:
@@ -70,11 +82,15 @@ def inputs(tokens: int, heads: int, kind: str) -> list[Tensor]:
     return [*(x.bfloat16() for x in (*streams, value)), gate, beta, 0.1 * normal(1, heads, 128, 128)]
 
 
-def raw_inputs(tokens: int, heads: int) -> list[Tensor]:
-    """Return what projections give: four bf16 streams, beta's logit, the gate's numbers in fp32, memory."""
+def raw_inputs(tokens: int, heads: int, lowest: float = -5.0) -> list[Tensor]:
+    """Return what projections give: four bf16 streams, beta's logit, the gate's numbers in fp32, memory.
+
+    Without a bound rates are those that Kimi Linear begins with, 1 to 16: log decays from -0.1 to below -40.
+    """
     normal = lambda *shape: torch.randn(*shape, device="cuda")  # noqa: E731
     streams = [normal(tokens, heads, 128).bfloat16() for _ in range(4)]
-    numbers = (normal(tokens, heads).bfloat16(), 0.3 * normal(heads), normal(heads, 128) - 2)
+    rates = 0.3 * normal(heads) if math.isfinite(lowest) else torch.rand(heads, device="cuda").mul(15).add(1).log()
+    numbers = (normal(tokens, heads).bfloat16(), rates, normal(heads, 128) - 2)
     return [*streams, *numbers, 0.1 * normal(1, heads, 128, 128)]
 
 
@@ -84,11 +100,11 @@ def run(x: Sequence[Tensor]) -> Any:
     return kda(query, key, value, log_decay, beta, state, (0, len(query)), lowest_log_decay=-5.0)
 
 
-def run_raw(x: Sequence[Tensor]) -> Any:
-    """The same from raw inputs."""
+def run_raw(x: Sequence[Tensor], lowest: float = -5.0) -> Any:
+    """The same from raw inputs, of either gate."""
     query, key, value, gate, beta, rates, biases, state = x
     starts = (0, len(query))
-    return kda_from_raw(query, key, value, gate, beta, rates, biases, state, starts, lowest_log_decay=-5.0)
+    return kda_from_raw(query, key, value, gate, beta, rates, biases, state, starts, lowest_log_decay=lowest)
 
 
 def segmented() -> Iterator[Time]:
@@ -128,34 +144,47 @@ def forward_backward(
     return Time(name, milliseconds(work), bar, least, peer, peak)
 
 
-def fla_memory() -> Time:
-    """Time flash-linear-attention with the first of each kernel's configurations; only its memory says something."""
+def peers() -> Iterator[Time]:
+    """Time flash-linear-attention's softplus gate, then the memory that its bounded gate takes at its peak.
+
+    The latter with the first of each kernel's configurations: tuning would take minutes.
+    """
     from triton.runtime import autotuner
 
+    for heads in SOFTPLUS_HEADS:
+        x, name = raw_inputs(TOKENS, heads, -math.inf), f"H={heads} from raw inputs, softplus gate"
+        with torch.no_grad():
+            yield Time(f"flash-linear-attention forward {name}", milliseconds(lambda x=x: peer(x, -math.inf)))
+        call = lambda x: peer(x, -math.inf)  # noqa: E731
+        yield forward_backward(f"flash-linear-attention forward+backward {name}", call, x, None, None, "")
     tuned: Any = autotuner.Autotuner
-    first = tuned.__init__
+    choose = tuned.run
 
-    def untuned(self: Any, fn: Any, names: Any, configs: Any, *rest: Any, **options: Any) -> None:
-        first(self, fn, names, configs[:1], *rest, **options)
+    def first(self: Any, *arguments: Any, **options: Any) -> Any:
+        self.configs = self.configs[:1]
+        return choose(self, *arguments, **options)
 
-    tuned.__init__ = untuned
+    tuned.run = first
+    try:
+        name = "flash-linear-attention, untuned, H=96 from raw inputs"
+        yield forward_backward(name, peer, raw_inputs(TOKENS, 96), None, None, "")
+    finally:
+        tuned.run = choose
+
+
+def peer(x: Sequence[Tensor], lowest: float = -5.0) -> Any:
+    """The same with flash-linear-attention."""
     from fla.ops.kda import chunk_kda  # pyrefly: ignore
 
-    def call(x: Sequence[Tensor]) -> Any:
-        query, key, value, gate, beta = (t[None] for t in x[:5])
-        rates, biases, state = x[5:]
-        read, _ = chunk_kda(
-            query, key, value, gate, beta, A_log=rates, dt_bias=biases.reshape(-1), initial_state=state,
-            use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, safe_gate=True,
-            lower_bound=-5.0, output_final_state=True,
-        )  # fmt: skip
-        return reference.KdaResult(read[0], state, state[:0])
-
-    try:
-        x = raw_inputs(TOKENS, 96)
-        return forward_backward("flash-linear-attention, untuned, H=96 from raw inputs", call, x, None, None, "")
-    finally:
-        tuned.__init__ = first
+    query, key, value, gate, beta = (t[None] for t in x[:5])
+    rates, biases, state = x[5:]
+    bound = {"safe_gate": True, "lower_bound": lowest} if math.isfinite(lowest) else {}
+    read, _ = chunk_kda(
+        query, key, value, gate, beta, A_log=rates, dt_bias=biases.reshape(-1), initial_state=state,
+        use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+        output_final_state=True, **bound,
+    )  # fmt: skip
+    return reference.KdaResult(read[0], state, state[:0])
 
 
 def errors(kind: str, tokens: int, heads: int, of: Sequence[int]) -> Iterator[Error]:
@@ -173,16 +202,17 @@ def errors(kind: str, tokens: int, heads: int, of: Sequence[int]) -> Iterator[Er
     yield Error(f"KDA gradients, {name}", max(of_gradients), gradient_bar, named(NAMES, of_gradients))
 
 
-def raw_errors() -> Iterator[Error]:
+def raw_errors(lowest: float) -> Iterator[Error]:
     """The same from raw inputs."""
-    x = raw_inputs(512, 2)
+    x = raw_inputs(512, 2, lowest)
     weight = torch.randn_like(x[2])
-    found = both_passes(run_raw, x, weight)
-    expected = both_passes(run_raw_exactly, [t.double() for t in x], weight.double())
-    yield Error("KDA outputs and states, raw inputs, T=512 H=2", max(map(relative, found[0], expected[0])), 6e-3)
+    found = both_passes(lambda x: run_raw(x, lowest), x, weight)
+    expected = both_passes(lambda x: run_raw_exactly(x, lowest), [t.double() for t in x], weight.double())
+    name = f"{'raw inputs' if math.isfinite(lowest) else 'softplus gate'}, T=512 H=2"
+    yield Error(f"KDA outputs and states, {name}", max(map(relative, found[0], expected[0])), 6e-3)
     of = list(map(relative, found[1], expected[1]))
     largest = max(error for name, error in zip(RAW_NAMES, of, strict=True) if name != "rates")
-    yield Error("KDA gradients but rates', raw inputs, T=512 H=2", largest, 8e-3, named(RAW_NAMES, of))
+    yield Error(f"KDA gradients but rates', {name}", largest, 8e-3, named(RAW_NAMES, of))
 
 
 def both_passes(call: Callable[[Sequence[Tensor]], Any], x: Sequence[Tensor], weight: Tensor) -> tuple[Any, Any]:
@@ -198,10 +228,10 @@ def run_exactly(x: Sequence[Tensor]) -> Any:
     return reference.kda(query, key, value, log_decay, beta, state, (0, len(query)))
 
 
-def run_raw_exactly(x: Sequence[Tensor]) -> Any:
+def run_raw_exactly(x: Sequence[Tensor], lowest: float) -> Any:
     """The definition, from raw inputs."""
     query, key, value, gate, beta, rates, biases, state = x
-    query, key, log_decay, beta = activate(query, key, gate, beta, rates, biases, -5.0)
+    query, key, log_decay, beta = activate(query, key, gate, beta, rates, biases, lowest)
     return run_exactly((query, key, value, log_decay, beta, state))
 
 

@@ -22,8 +22,9 @@ from triax.kernels.kda.raw import activate
 NAMES = ("query", "key", "value", "log_decay", "beta", "state")
 RAW_NAMES = ("query", "key", "value", "gate", "beta", "rates", "biases", "state")
 BARS = {"repeated": (1.5e-2, 2e-2)}
-ACTIVATED = (("GATE", "float"), ("BETAS", "float"), ("RAW", 0))
-FROM_RAW = (("GATE", "bf16"), ("BETAS", "bf16"), ("RAW", 1))
+ACTIVATED = (("GATE", "float"), ("BETAS", "float"), ("RAW", 0), ("ANCHORED", 32))
+FROM_RAW = (("GATE", "bf16"), ("BETAS", "bf16"), ("RAW", 1), ("ANCHORED", 32))
+UNBOUNDED, UNBOUNDED_FROM_RAW = ((*x[:3], ("ANCHORED", 16)) for x in (ACTIVATED, FROM_RAW))
 
 
 def compiler_installed():
@@ -50,6 +51,10 @@ VARIANTS = [
     ("scan_back", walk("scan_back", 2, True, None), 0),
     ("gradients", ACTIVATED, 512),
     ("gradients", FROM_RAW, 512),
+    ("prepare", UNBOUNDED, 0),
+    ("prepare", UNBOUNDED_FROM_RAW, 128),
+    ("gradients", UNBOUNDED, 640),
+    ("gradients", UNBOUNDED_FROM_RAW, 512),
 ]
 
 
@@ -82,11 +87,12 @@ def parameters(name):
 DTYPES = {"bf16": torch.bfloat16, "float": torch.float32, "int": torch.int32, "unsigned char": None}
 
 
+@pytest.mark.parametrize("lowest", [-5.0, float("-inf")])
 @pytest.mark.parametrize("from_raw", [False, True])
 @pytest.mark.parametrize("starts", [(0, 3000), (0, 0, 150)])
-def test_every_start_passes_what_its_kernel_declares(monkeypatch, from_raw, starts):
+def test_every_start_passes_what_its_kernel_declares(monkeypatch, lowest, from_raw, starts):
     pytest.importorskip("triton", reason="run tables stand beside Triton's kernels")
-    from triax.kernels.kda.flash import run_table
+    from triax.kernels.kda.flash import rows_anchored, run_table
 
     started = []
     # A GPU that only writes down what it is asked to start.
@@ -98,12 +104,13 @@ def test_every_start_passes_what_its_kernel_declares(monkeypatch, from_raw, star
     gate_dtype = torch.bfloat16 if from_raw else torch.float32
     query, key, value = (torch.zeros(tokens, heads, 128, dtype=torch.bfloat16) for heads in (2, 2, 4))
     gate, beta = (torch.zeros(*shape, dtype=gate_dtype) for shape in ((tokens, 4, 128), (tokens, 4)))
-    raw = launch.Raw(torch.zeros(4), torch.zeros(4, 128), -5.0) if from_raw else None
+    raw = launch.Raw(torch.zeros(4), torch.zeros(4, 128), lowest) if from_raw else None
+    anchored = rows_anchored(lowest, torch.bfloat16)
     table = run_table(starts, (100,), torch.device("cpu"))
     streams = (query, key, value, gate, beta)
     state = torch.zeros(sequences, 4, 128, 128)
-    read, _, interior, states, written = passes.forward(*streams, state, table, True, raw)
-    of, d_state = passes.backward(*streams, states, written, read, state, table, raw)
+    read, _, interior, states, written = passes.forward(*streams, state, table, True, anchored, raw)
+    of, d_state = passes.backward(*streams, states, written, read, state, table, anchored, raw)
     assert (interior.shape, d_state.shape, read.shape) == ((1, 4, 128, 128), state.shape, value.shape)
     assert [x.shape for x in of[:5]] == [x.shape for x in streams]
     names = [kernel.name for kernel, _ in started]
@@ -116,6 +123,8 @@ def test_every_start_passes_what_its_kernel_declares(monkeypatch, from_raw, star
         "gradients",
     ]
     for kernel, given in started:
+        if kernel.name in ("prepare", "gradients"):
+            assert ("ANCHORED", 32 if lowest == -5.0 else 16) in kernel.defines
         types = {**DTYPES, "GATE": gate_dtype, "BETAS": gate_dtype}
         for parameter, argument in zip(parameters(kernel.name), given, strict=True):
             kind = parameter.removeprefix("const ").rsplit(" ", 1)[0]
@@ -197,20 +206,21 @@ def outcome(operation, x, starts, states_at, read_only, **options):
     return [y for y in result if y.numel()], torch.autograd.grad(outputs, leaves, weights)
 
 
-def exact_raw(*x, states_at):
+def exact_raw(*x, states_at, lowest=-5.0):
     *raw, state, starts = x
     query, key, value, gate, beta, rates, biases = raw
-    query, key, log_decay, beta = activate(query, key, gate, beta, rates, biases, -5.0)
+    query, key, log_decay, beta = activate(query, key, gate, beta, rates, biases, lowest)
     return reference.kda(query, key, value, log_decay, beta, state, starts, states_at=states_at)
 
 
-def test_raw_inputs_on_a_cpu_give_what_activated_ones_do():
+@pytest.mark.parametrize("lowest", [-5.0, float("-inf")])
+def test_raw_inputs_on_a_cpu_give_what_activated_ones_do(lowest):
     x = [t.double() for t in draw_raw(12, 2, 2, "cpu")]
     x = [t[..., :32] if t.dim() == 3 else t[:, :32] if t.shape == (2, 128) else t for t in x]
     x[7] = x[7][..., :32, :32]
     starts = (0, 5, 12)
-    found = outcome(kda_from_raw, x, starts, (3,), False, lowest_log_decay=-5.0)
-    expected = outcome(exact_raw, x, starts, (3,), False)
+    found = outcome(kda_from_raw, x, starts, (3,), False, lowest_log_decay=lowest)
+    expected = outcome(exact_raw, x, starts, (3,), False, lowest=lowest)
     for pair in zip(found, expected, strict=True):
         torch.testing.assert_close(*(list(map(torch.nan_to_num, y)) for y in pair), rtol=1e-9, atol=1e-11)
 
@@ -235,7 +245,7 @@ def hopper():
 def test_errors_on_hopper_stay_below_the_bars(hopper, kind, lengths, heads, states_at, read_only):
     x = draw_activated(sum(lengths), heads, len(lengths), kind, "cuda")
     starts = tuple(accumulate(lengths, initial=0))
-    assert passes.takes(*x[:3], anchored=32)
+    assert passes.takes(*x[:3])
     found = outcome(kda, x, starts, states_at, read_only, lowest_log_decay=-5.0)
     expected = outcome(reference.kda, [t.double() for t in x], starts, states_at, read_only)
     of_outputs, of_gradients = BARS.get(kind, (6e-3, 8e-3))

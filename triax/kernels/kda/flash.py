@@ -69,7 +69,10 @@ def run_table(starts: tuple[int, ...], states_at: tuple[int, ...], device: torch
         runs.append(len(run_first))
 
     def to_device(numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int32, device=device)
+        tensor = torch.tensor(numbers, dtype=torch.int32)
+        if device.type == "cuda":  # nobody waits for what runs there
+            return tensor.pin_memory().to(device, non_blocking=True)
+        return tensor.to(device)
 
     return RunTable(
         to_device(first),
@@ -145,7 +148,7 @@ def kda(
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
         query, key, value = (x.bfloat16() for x in (query, key, value))
     anchored = rows_anchored(lowest_log_decay, _product_dtype(query, key, value))
-    if not passes.takes(query, key, value, anchored):
+    if not passes.takes(query, key, value):
         query, key = ungrouped(query, value.shape[1]), ungrouped(key, value.shape[1])
     inputs = (query, key, value, log_decay, beta, state)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
@@ -258,8 +261,8 @@ def kda_flash(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return what was read, the last states, those wanted, and for the backward pass all chunks' states and writes."""
     table = run_table(tuple(starts), tuple(states_at), query.device)
-    if passes.takes(query, key, value, anchored):
-        return passes.forward(query, key, value, log_decay, beta, state, table, keep)
+    if passes.takes(query, key, value):
+        return passes.forward(query, key, value, log_decay, beta, state, table, keep, anchored)
     # Measured: where it also keeps states, the wide walk is the faster one with few heads too.
     launch = _launch(query, key, value, log_decay, beta, (len(starts) - 1) * key.shape[1], wide=keep)
     values, betas = launch.streams[2], launch.streams[4]
@@ -304,9 +307,9 @@ def kda_flash_backward(
     tokens, heads, channels, width = *key.shape, value.shape[2]
     sequences, chunks = len(starts) - 1, len(table.first)
     d_ends = ends_of(table, d_final, d_interior)
-    if passes.takes(query, key, value, anchored):
+    if passes.takes(query, key, value):
         inputs = (query, key, value, log_decay, beta, states, written)
-        of, d_state = passes.backward(*inputs, d_read, d_ends, table)
+        of, d_state = passes.backward(*inputs, d_read, d_ends, table, anchored)
         return of.query, of.key, of.value, of.log_decay.to(log_decay.dtype), of.beta.to(beta.dtype), d_state
     launch = _launch(query, key, value, log_decay, beta, (len(starts) - 1) * key.shape[1], wide=False)
     d_read = _last_contiguous(d_read.to(states.dtype))

@@ -3,6 +3,7 @@
 On Hopper the kernels apply them in registers, forward and backward, so that nothing activated is ever stored.
 """
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional as F
 
 from triax.kernels.kda.reference import KdaResult, state_dtype
 from triax.kernels.kda.slots import UNIT_EPS
@@ -26,18 +28,16 @@ def activate(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return unit queries times K^-1/2, unit keys, log decay and beta, as `kda` wants them; the latter two in fp32.
 
-    log_decay = lowest_log_decay * sigmoid(e^rates (gate + biases))
+    log_decay = lowest_log_decay * sigmoid(e^rates (gate + biases)), or -e^rates softplus(gate + biases) without a bound
 
-    Source: K3 report (arXiv 2607.24653) section 2.1.1.
+    Source: K3 report (arXiv 2607.24653) section 2.1.1; Kimi Linear (arXiv 2510.26692) section 4.
     """
     dtype = state_dtype(query, key, gate, beta, rates, biases)
-    z = rates.to(dtype).exp()[:, None] * (gate.to(dtype) + biases.to(dtype))
-    return (
-        _unit(query, query.shape[-1] ** -0.5),
-        _unit(key, 1.0),
-        lowest_log_decay * z.sigmoid(),
-        beta.to(dtype).sigmoid(),
-    )
+    z, rate = gate.to(dtype) + biases.to(dtype), rates.to(dtype).exp()[:, None]
+    bounded = math.isfinite(lowest_log_decay)
+    # A threshold of 20 would cost fp64 its last digits.
+    log_decay = lowest_log_decay * (rate * z).sigmoid() if bounded else -rate * F.softplus(z, threshold=60)
+    return _unit(query, query.shape[-1] ** -0.5), _unit(key, 1.0), log_decay, beta.to(dtype).sigmoid()
 
 
 def _unit(x: Tensor, scale: float) -> Tensor:
@@ -67,11 +67,11 @@ def kda_from_raw(
         value: What the memory should hold at `key`.
         gate: What the decay is computed from, before its bias.
         beta: Logit of the share of the error to write.
-        rates: Log of the gate's slope, one a head.
+        rates: Log of the gate's slope, or of the factor on its softplus; one a head.
         biases: Added to `gate`.
         state: Memory of each sequence before its first token; none is empty memory.
         starts: First token of each sequence, in order, and the number of tokens at the end.
-        lowest_log_decay: The gate's lower bound, negative and finite.
+        lowest_log_decay: The gate's lower bound, negative; minus infinity for a softplus gate.
         states_at: As in `kda`.
 
     Returns:
@@ -87,9 +87,10 @@ def kda_from_raw(
         from triax.kernels.kda.flash import LOWEST_ANCHORED
         from triax.kernels.kda.hopper import passes
 
-        anchored = 32 if LOWEST_ANCHORED <= lowest_log_decay < 0 else 16
         fits = query.shape == key.shape and value.shape == gate.shape and value.shape[:2] == beta.shape
-        if fits and value.shape[1] % key.shape[1] == 0 and passes.takes(query, key, value, anchored):
+        fits = fits and value.shape[1] % key.shape[1] == 0 and gate.dtype == torch.bfloat16
+        form = lowest_log_decay >= LOWEST_ANCHORED or lowest_log_decay == -math.inf
+        if fits and form and passes.takes(query, key, value):
             operation.check_numbers(tuple(starts), tuple(states_at), lowest_log_decay, None)
             inputs = (query, key, value, gate, beta, rates, biases, state)
             keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
@@ -117,13 +118,13 @@ def kda_raw(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return what was read, the last states, those wanted, and for the backward pass all chunks' states and writes."""
-    from triax.kernels.kda.flash import run_table
+    from triax.kernels.kda.flash import rows_anchored, run_table
     from triax.kernels.kda.hopper import passes
     from triax.kernels.kda.hopper.launch import Raw
 
     table = run_table(tuple(starts), tuple(states_at), query.device)
     raw = Raw(rates.float().contiguous(), biases.float().contiguous(), lowest)
-    return passes.forward(query, key, value, gate, beta, state, table, keep, raw)
+    return passes.forward(query, key, value, gate, beta, state, table, keep, rows_anchored(lowest, query.dtype), raw)
 
 
 @torch.library.custom_op("triax::kda_raw_backward", mutates_args=())
@@ -145,14 +146,15 @@ def kda_raw_backward(
     lowest: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the seven raw inputs and of the first states."""
-    from triax.kernels.kda.flash import ends_of, run_table
+    from triax.kernels.kda.flash import ends_of, rows_anchored, run_table
     from triax.kernels.kda.hopper import passes
     from triax.kernels.kda.hopper.launch import Raw
 
     table = run_table(tuple(starts), tuple(states_at), query.device)
     raw = Raw(rates.float().contiguous(), biases.float().contiguous(), lowest)
     inputs = (query, key, value, gate, beta, states, written)
-    of, d_state = passes.backward(*inputs, d_read, ends_of(table, d_final, d_interior), table, raw)
+    d_ends, anchored = ends_of(table, d_final, d_interior), rows_anchored(lowest, query.dtype)
+    of, d_state = passes.backward(*inputs, d_read, d_ends, table, anchored, raw)
     assert of.rates is not None
     assert of.biases is not None
     share = beta.float().sigmoid()

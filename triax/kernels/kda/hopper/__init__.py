@@ -1,1 +1,1 @@
-"""KDA on Hopper in CUDA C++: the flash form's kernels for heads of 128 channels, bf16 and K3's bounded gate."""
+"""KDA on Hopper in CUDA C++: the flash form's kernels for heads of 128 channels, in bf16."""

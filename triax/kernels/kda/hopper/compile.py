@@ -24,9 +24,10 @@ class Kernel(NamedTuple):
 
 
 def sources(name: str) -> tuple[Path, ...]:
-    """Return the files of one kernel: what all share, what both walks share, then its own."""
-    shared = ("matrix.cuh", "walk.cuh") if name.startswith("scan") else ("matrix.cuh",)
-    return tuple(FOLDER / file for file in (*shared, f"{name}.cu"))
+    """Return the files of one kernel: what all share, what its kind shares, then its own."""
+    kind = {"scan": "walk", "scan_back": "walk", "prepare": "pairs", "gradients": "pairs"}.get(name)
+    files = ("matrix.cuh", *([f"{kind}.cuh"] if kind else []), f"{name}.cu")
+    return tuple(FOLDER / file for file in files)
 
 
 def available(device: torch.device) -> bool:

@@ -6,6 +6,9 @@
 // A pair of tokens adds to the gates at and before one and takes from those at and before the other: in the sum up to a
 // gate almost all of it cancels, so both sides take the very same rounded factors.
 //
+// With ANCHORED = 16 a warp multiplies alone, a tile of 16 tokens at a time, and keeps no factors: registers are room for
+// what is anchored in three ways.
+//
 // RAW: as in `prepare`; the gradients are those of what came in, and the two blocks of a head exchange their dot products.
 
 constexpr int STATE = 0, D_STATE = 2 * TILE, WRITTEN = 4 * TILE, ERRORS = 6 * TILE, D_READ = 8 * TILE;
@@ -16,8 +19,6 @@ constexpr int SUMS = ERRORS, D_QUERY = ERRORS + TILE;
 // Once all products are.
 constexpr int GATES_IN = D_STATE, D_KEY = D_STATE + TILE, D_GATE = WRITTEN;
 
-DEVICE float number(float x) { return x; }
-DEVICE float number(bf16 x) { return __uint_as_float((u32)x << 16); }
 // Not kept by the compiler where it is used again: registers are dearer here.
 DEVICE float power_anew(float x) {
     float y;
@@ -32,6 +33,8 @@ DEVICE void rows_in(u32 tile, const bf16* from, i64 apart, int rows) {
         cell_in(tile + t * 128 + ((piece ^ (t & 7)) << 4), from + (t < rows ? t : 0) * apart + 8 * piece, t < rows);
     }
 }
+// What a log decay would leave over what the held one leaves: gradients are those of what was asked for.
+DEVICE float asked(float gate) { return power(fminf(gate * 1.4426950408889634f - HELD, 0.f)); }
 DEVICE u32 of_fragment(u32 tile) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = ((lane >> 4) << 3) + (lane & 7);
     return tile + t * 128 + (((2 * warp + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
@@ -55,6 +58,7 @@ DEVICE void sum_channels(float* sums, float (&x)[16]) {
 }
 DEVICE float of_warps(const float* sums, int t) { return sums[t] + sums[64 + t] + sums[128 + t] + sums[192 + t]; }
 
+#if ANCHORED == 32
 // Adds what a row gets from pairs to what it gets from the state, [16 channels, 16 tokens] at a time: `visit` gets both
 // for two tokens each, and what they are worth to the gates.
 template <typename F>
@@ -83,6 +87,66 @@ DEVICE void rows_done(const float (&x)[32], const float (&half_first)[2], const 
     }
 }
 
+#else
+// The same where rows have columns in their own tile, in the one before in its half, and in the half before.
+template <typename P, typename R, typename C, typename F>
+DEVICE void rows_done(const float (&full)[2][4], const float (&own_half)[2][4], const float (&state)[32], int of_key,
+                      u32 pairs, P&& powers, R&& row_factors, C&& column_factors, F&& visit) {
+    u32 unused[4], near_column[4], far_column[2][4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        float own[2][4] = {}, near[2][4] = {}, far[2][4] = {};
+        u32 a[4], near_row[4], far_row[4], pair[4];
+        if (j & 1) {
+            corner(pair, pairs, 16 * j, 16 * j - 16);
+            warp_product(near, near_column, pair);
+        }
+        float2 factor[4];
+        powers(factor, j, -1.f);
+        column_factors(factor, j, a, near_column, j < 2 ? far_column[j] : unused);
+        corner(pair, pairs, 16 * j, 16 * j);
+        warp_product(own, a, pair);
+        if (j >= 2)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                corner(pair, pairs, 16 * j, 16 * i);
+                warp_product(far, far_column[i], pair);
+            }
+        float2(&up)[4] = factor;
+        powers(up, j, 1.f);
+        row_factors(of_key, up, j, a, near_row, far_row);
+        float start[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float sum = 0.f;
+#pragma unroll
+            for (int i = 0; i < j; i++) sum += full[r][i];
+            start[r] = power(sum);
+        }
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            int r = e & 1, n = e >> 1;
+            float o0 = own[n][2 * r], o1 = own[n][2 * r + 1];
+            float p0 = o0 * up[e].x, p1 = o1 * up[e].y, g0 = low(a[e]) * o0, g1 = high(a[e]) * o1;
+            float since0 = up[e].x * own_half[r][j], since1 = up[e].y * own_half[r][j];
+            if (j & 1) {
+                o0 = near[n][2 * r], o1 = near[n][2 * r + 1];
+                p0 += o0 * since0, p1 += o1 * since1;
+                g0 += low(near_row[e]) * o0, g1 += high(near_row[e]) * o1;
+            }
+            if (j >= 2) {
+                float next = j == 3 ? own_half[r][2] : 1.f;
+                o0 = far[n][2 * r], o1 = far[n][2 * r + 1];
+                p0 += o0 * (since0 * next * next), p1 += o1 * (since1 * next * next);
+                g0 += low(far_row[e]) * o0, g1 += high(far_row[e]) * o1;
+            }
+            int i = 4 * j + e;
+            visit(i, state[2 * i] * (since0 * start[r]), state[2 * i + 1] * (since1 * start[r]), p0, p1, g0, g1);
+        }
+    }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(128, 2)
 #if RAW
     __cluster_dims__(2, 1, 1)
@@ -95,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
                   i64 k_token, i64 k_head, i64 v_token, i64 v_head, i64 g_token, i64 g_head, i64 b_token, i64 b_head,
                   i64 d_token, i64 d_head) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    float *beta = (float*)(shared + SMALL), *own = beta + 64, *scale = own + 64;  // [64], [64], [64, query and key]
+    float *beta = (float*)(shared + SMALL), *own = beta + 64, *scale = own + 64;  // [64], [64], [query and key, 64]
     u32 at = shared_address(shared), loaded = at + PAIRS + 64;  // a corner of the pairs that nothing uses
     int half = blockIdx.x & 1, slot = blockIdx.x >> 1, n = slot / heads, h = slot % heads, rows = count[n];
     i64 start = first[n];
@@ -115,7 +179,8 @@ extern "C" __global__ void __launch_bounds__(128, 2)
     rows_in(at + D_READ + TILE, d_read + start * d_token + h * d_head + 64, d_token, rows);
     rows_in(at + QUERY, q + start * q_token + h / sharing * q_head + 64 * half, q_token, rows);
     rows_in(at + KEY, k + start * k_token + h / sharing * k_head + 64 * half, k_token, rows);
-    float x[32], full[2][2];  // log decays since the middle of the tile; of either row's tiles
+    constexpr int EIGHTS = ANCHORED / 8;
+    float x[32], full[2][ROWS / ANCHORED];  // log decays since the middle of the tile; of either row's tiles
 #if RAW
     rows_in(at + PAIRS + TILE, gates + start * g_token + h * g_head + 64 * half, g_token, rows);
 #else
@@ -133,7 +198,10 @@ extern "C" __global__ void __launch_bounds__(128, 2)
     if (thread < ROWS) {
         float b = thread < rows ? number(betas[(start + thread) * b_token + h * b_head]) : 0.f;
         beta[thread] = RAW && thread < rows ? sigmoid(b) : b;
-        if (RAW) ((float2*)scale)[thread] = ((const float2*)scales)[(i64)slot * ROWS + thread];
+        if (RAW) {
+            float2 both = ((const float2*)scales)[(i64)slot * ROWS + thread];
+            scale[thread] = both.x, scale[ROWS + thread] = both.y;
+        }
     }
     cells_done();
     shared_to_async();
@@ -148,8 +216,8 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #pragma unroll
         for (int e = 0; e < 8; e++) {
             int i = 8 * j + e, t = 8 * (i >> 2) + 2 * l + (i & 1);
-            float z = (e & 1 ? high(four[e >> 1]) : low(four[e >> 1])) + bias[(e >> 1) & 1];
-            x[i] = t < rows ? lowest * sigmoid(rate * z) : 0.f;
+            float slope, z = (e & 1 ? high(four[e >> 1]) : low(four[e >> 1])) + bias[(e >> 1) & 1];
+            x[i] = t >= rows ? 0.f : ANCHORED == 16 ? -rate * softplus(z, slope) : lowest * sigmoid(rate * z);
         }
     }
     __syncthreads();  // pairs come where the gates were
@@ -160,22 +228,29 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #pragma unroll
         for (int b = 0; b < 8; b++) {
             float &x0 = x[4 * b + 2 * r], &x1 = x[4 * b + 2 * r + 1];
+            if (ANCHORED == 16) x0 = fmaxf(x0, HELD / 1.4426950408889634f), x1 = fmaxf(x1, HELD / 1.4426950408889634f);
             float both = (x0 + x1) * 1.4426950408889634f, upto = both, far;
             far = __shfl_up_sync(~0u, upto, 1, 4), upto += l >= 1 ? far : 0.f;
             far = __shfl_up_sync(~0u, upto, 2, 4), upto += l >= 2 ? far : 0.f;
             x0 = sum + upto - both + x0 * 1.4426950408889634f;
             x1 = sum + upto;
             sum += __shfl_sync(~0u, upto, 3, 4);
-            if ((b & 3) == 3) full[r][b >> 2] = sum, sum = 0.f;
+            if (b % EIGHTS == EIGHTS - 1) full[r][b / EIGHTS] = sum, sum = 0.f;
         }
 #pragma unroll
         for (int b = 0; b < 8; b++)
-            x[4 * b + 2 * r] -= 0.5f * full[r][b >> 2], x[4 * b + 2 * r + 1] -= 0.5f * full[r][b >> 2];
+            x[4 * b + 2 * r] -= 0.5f * full[r][b / EIGHTS], x[4 * b + 2 * r + 1] -= 0.5f * full[r][b / EIGHTS];
     }
+#if ANCHORED == 32
     float half_first[2], half_second[2];  // e to half of either tile's decay; together they may be below all numbers
 #pragma unroll
     for (int r = 0; r < 2; r++)
         half_first[r] = power(0.5f * full[r][0]), half_second[r] = power(0.5f * full[r][1]);
+#else
+    float own_half[2][4];
+#pragma unroll
+    for (int i = 0; i < 8; i++) own_half[i & 1][i >> 1] = power(0.5f * full[i & 1][i >> 1]);
+#endif
     barrier_wait(loaded, 0);
 #if RAW
     if (thread == 0) barrier_expect(loaded, 512);  // next it counts what the other half sends
@@ -192,16 +267,12 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #pragma unroll
         for (int i = 0; i < 4; i++) key[4 * j + i] = four[i];
     }
-    auto query_at = [&](int i) {
-        float2 s = RAW ? make_float2(scale[2 * (8 * (i >> 1) + 2 * l)], scale[2 * (8 * (i >> 1) + 2 * l) + 2])
-                       : make_float2(1.f, 1.f);
-        return make_float2(low(query[i]) * s.x, high(query[i]) * s.y);
+    auto scaled = [&](u32 both, const float* scales, int i) {
+        float2 s = RAW ? *(const float2*)(scales + 8 * (i >> 1) + 2 * l) : make_float2(1.f, 1.f);
+        return make_float2(low(both) * s.x, high(both) * s.y);
     };
-    auto key_at = [&](int i) {
-        float2 s = RAW ? make_float2(scale[2 * (8 * (i >> 1) + 2 * l) + 1], scale[2 * (8 * (i >> 1) + 2 * l) + 3])
-                       : make_float2(1.f, 1.f);
-        return make_float2(low(key[i]) * s.x, high(key[i]) * s.y);
-    };
+    auto query_at = [&](int i) { return scaled(query[i], scale, i); };
+    auto key_at = [&](int i) { return scaled(key[i], scale + ROWS, i); };
     auto beta_at = [&](int i) { return *(const float2*)(beta + 8 * (i >> 1) + 2 * l); };
     auto own_at = [&](int i) { return *(const float2*)(own + 8 * (i >> 1) + 2 * l); };
     {
@@ -272,6 +343,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 
     float* sums = (float*)(shared + SUMS);  // of states, beta, query and key: [4 warps, 64] each
     *(float2*)(sums + 64 * warp + 2 * lane) = both;
+#if ANCHORED == 32
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         u32 columns[4], of_q[4], of_k[4], second_q[4], second_k[4];
@@ -311,11 +383,51 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         products_commit();
         products_wait<0>();
     };
+#else
+    auto row_at = [&](int of_key, int i) {
+        if (!of_key) return query_at(i);
+        float2 b = key_at(i), w = beta_at(i);
+        return make_float2(b.x * -w.x, b.y * -w.y);
+    };
+    // Rounded factors of tile j: since the middle of it or until there; since its start or until its end; and since the
+    // border in the middle of the chunk or until there.
+    auto row_factors = [&](int of_key, const float2 (&up)[4], int j, u32 (&own)[4], u32 (&near)[4], u32 (&far)[4]) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            float2 a = row_at(of_key, 4 * j + e);
+            float half = own_half[e & 1][j], next = j == 3 ? own_half[e & 1][2] : 1.f;
+            a.x *= up[e].x, a.y *= up[e].y;
+            own[e] = pack(a.x, a.y);
+            near[e] = pack(a.x * half, a.y * half);
+            far[e] = pack(a.x * half * next * next, a.y * half * next * next);
+        }
+    };
+    auto column_factors = [&](const float2 (&down)[4], int j, u32 (&own)[4], u32 (&near)[4], u32 (&far)[4]) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            float2 b = key_at(4 * j + e);
+            float half = own_half[e & 1][j], next = j == 0 ? own_half[e & 1][1] : 1.f;
+            b.x *= down[e].x, b.y *= down[e].y;
+            own[e] = pack(b.x, b.y);
+            near[e] = pack(b.x * half, b.y * half);
+            far[e] = pack(b.x * half * next * next, b.y * half * next * next);
+        }
+    };
+    auto powers = [&](float2 (&of)[4], int j, float sign) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            int i = 4 * j + e;
+            of[e] = make_float2(power_anew(sign * x[2 * i]), power_anew(sign * x[2 * i + 1]));
+        }
+    };
+#endif
     float dot[16];
     {
-        float one[32], two[16];
         u32 result[16];
+#if ANCHORED == 32
+        float one[32], two[16];
         pairs_of_rows(one, two, at + PAIRS);
+#endif
 #pragma unroll
         for (int i = 0; i < 16; i++) dot[i] = 0.f;
         auto visit = [&](int i, float s0, float s1, float p0, float p1, float g0, float g1) {
@@ -329,15 +441,21 @@ extern "C" __global__ void __launch_bounds__(128, 2)
                 put_fragment(at + D_QUERY, four, i >> 2);
             }
         };
+#if ANCHORED == 32
         rows_done(x, half_first, half_second, of_query, one, two, at + QUERY_ROWS, at + SECOND_ROWS, visit);
+#else
+        rows_done(full, own_half, of_query, 0, at + PAIRS, powers, row_factors, column_factors, visit);
+#endif
 #if RAW
         sum_channels(sums + 512, dot);
 #endif
     }
     float(&d_decay)[32] = of_query;
     {
+#if ANCHORED == 32
         float one[32], two[16];
         pairs_of_rows(one, two, at + PAIRS + TILE);
+#endif
 #pragma unroll
         for (int i = 0; i < 16; i++) dot[i] = 0.f;
         auto visit = [&](int i, float s0, float s1, float p0, float p1, float g0, float g1) {
@@ -347,17 +465,25 @@ extern "C" __global__ void __launch_bounds__(128, 2)
             dot[i & ~1] += b.x * p0, dot[i | 1] += b.y * p1;
             of_row[2 * i] = -w.x * p0, of_row[2 * i + 1] = -w.y * p1;
         };
+#if ANCHORED == 32
         rows_done(x, half_first, half_second, of_row, one, two, at + KEY_ROWS, at + SECOND_ROWS + TILE / 2, visit);
+#else
+        rows_done(full, own_half, of_row, 1, at + PAIRS + TILE, powers, row_factors, column_factors, visit);
+#endif
         sum_channels(sums + 256, dot);
     }
     float last[2] = {0.f, 0.f};  // what every gate of the chunk gets
     {
-        float hat[32], one[16], two[16];
+        float hat[32];
+#if ANCHORED == 32
+        float one[16], two[16];
+#endif
         products_begin();
 #pragma unroll
         for (int i = 0; i < 8; i++)
             product<1, 0>(hat, describe(at + D_STATE + 2048 * i),
                           describe(at + WRITTEN + (i >> 2) * TILE + (i & 3) * 32), i);
+#if ANCHORED == 32
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             product<1, 1>(one, describe(at + QUERY_ROWS + 2048 * i), describe(at + PAIRS + 2048 * i), i);
@@ -369,6 +495,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
             product<1, 1>(two, describe(at + SECOND_ROWS + TILE / 2 + 2048 * i),
                           describe(at + PAIRS + TILE + 4096 + 64 + 2048 * i), 1);
         }
+#endif
         products_commit();
         products_wait<0>();
         __syncthreads();
@@ -377,24 +504,87 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #pragma unroll
         for (int i = 0; i < 16; i++) dot[i] = 0.f;
 #endif
+#if ANCHORED == 16
+        float own[4][2][4] = {}, near[4][2][4] = {}, far[4][2][4] = {};
+#endif
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
+        for (int step = 0; step < 4; step++) {
+            int j = step ^ (ANCHORED == 16 ? 2 : 0);  // the later half first: its rows meet the earlier one's columns
             u32 factors[4], result[4];
+#if ANCHORED == 32
             fragment(factors, at + COLUMNS, j);
+#else
+            if ((j & 1) == 0)
+#pragma unroll
+                for (int t = j + 1; t >= j; t--) {
+                    float2 up[4];
+                    powers(up, t, 1.f);
+#pragma unroll
+                    for (int which = 0; which < 2; which++) {
+                        u32 pair[4], row[4], near_row[4], far_row[4], pairs = at + PAIRS + which * TILE;
+                        row_factors(which, up, t, row, near_row, far_row);
+                        corner_transposed(pair, pairs, 16 * t, 16 * t);
+                        warp_product(own[t], row, pair);
+                        if (t > j) {
+                            corner_transposed(pair, pairs, 16 * t, 16 * j);
+                            warp_product(near[j], near_row, pair);
+                        }
+                        if (j == 2)
+#pragma unroll
+                            for (int i = 0; i < 2; i++) {
+                                corner_transposed(pair, pairs, 16 * t, 16 * i);
+                                warp_product(far[i], far_row, pair);
+                            }
+                    }
+                }
+            u32 near_factors[4], far_factors[4];
+            float2 down[4];
+            powers(down, j, -1.f);
+            column_factors(down, j, factors, near_factors, far_factors);
+            float end[2];
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float sum = 0.f;
+#pragma unroll
+                for (int i = j + 1; i < 4; i++) sum += full[r][i];
+                end[r] = power(sum);
+            }
+#endif
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 int i = 4 * j + e, r = e & 1;
                 float2 a = query_at(i), b = key_at(i), d = own_at(i);
+#if ANCHORED == 32
                 float down0 = power_anew(-x[2 * i]), down1 = power_anew(-x[2 * i + 1]);
                 float far = j >= 2 ? half_second[r] : half_first[r] * half_second[r] * half_second[r];
                 float h0 = hat[2 * i] * (down0 * far), h1 = hat[2 * i + 1] * (down1 * far);
                 float c0 = j >= 2 ? two[2 * (i & 7)] : one[2 * (i & 7)];
                 float c1 = j >= 2 ? two[2 * (i & 7) + 1] : one[2 * (i & 7) + 1];
+                float g0 = low(factors[e]) * c0, g1 = high(factors[e]) * c1;
+                c0 *= down0, c1 *= down1;
+#else
+                int n = e >> 1;
+                float down0 = down[e].x, down1 = down[e].y, o0 = own[j][n][2 * r], o1 = own[j][n][2 * r + 1];
+                float c0 = o0 * down0, c1 = o1 * down1, g0 = low(factors[e]) * o0, g1 = high(factors[e]) * o1;
+                down0 *= own_half[r][j], down1 *= own_half[r][j];
+                if ((j & 1) == 0) {
+                    o0 = near[j][n][2 * r], o1 = near[j][n][2 * r + 1];
+                    c0 += o0 * down0, c1 += o1 * down1;
+                    g0 += low(near_factors[e]) * o0, g1 += high(near_factors[e]) * o1;
+                }
+                if (j < 2) {
+                    float next = j == 0 ? own_half[r][1] : 1.f;
+                    o0 = far[j][n][2 * r], o1 = far[j][n][2 * r + 1];
+                    c0 += o0 * (down0 * next * next), c1 += o1 * (down1 * next * next);
+                    g0 += low(far_factors[e]) * o0, g1 += high(far_factors[e]) * o1;
+                }
+                float h0 = hat[2 * i] * (down0 * end[r]), h1 = hat[2 * i + 1] * (down1 * end[r]);
+#endif
                 last[r] += b.x * h0 + b.y * h1;
-                d_decay[2 * i] -= b.x * h0 + low(factors[e]) * c0;
-                d_decay[2 * i + 1] -= b.y * h1 + high(factors[e]) * c1;
-                float p0 = of_row[2 * i] + h0 + c0 * down0 + d.x * a.x;
-                float p1 = of_row[2 * i + 1] + h1 + c1 * down1 + d.y * a.y;
+                d_decay[2 * i] -= b.x * h0 + g0;
+                d_decay[2 * i + 1] -= b.y * h1 + g1;
+                float p0 = of_row[2 * i] + h0 + c0 + d.x * a.x;
+                float p1 = of_row[2 * i + 1] + h1 + c1 + d.y * a.y;
                 if (RAW) dot[i & ~1] += b.x * p0, dot[i | 1] += b.y * p1;
                 result[e] = pack(p0, p1);
             }
@@ -408,7 +598,10 @@ extern "C" __global__ void __launch_bounds__(128, 2)
     for (int r = 0; r < 2; r++) {
         last[r] += __shfl_xor_sync(~0u, last[r], 1);
         last[r] += __shfl_xor_sync(~0u, last[r], 2);
-        float sum = last[r] + power(full[r][0] + full[r][1]) * of_warps(sums, 16 * warp + g + 8 * r);
+        float whole = 0.f;
+#pragma unroll
+        for (int i = 0; i < ROWS / ANCHORED; i++) whole += full[r][i];
+        float sum = last[r] + power(whole) * of_warps(sums, 16 * warp + g + 8 * r);
 #pragma unroll
         for (int b = 7; b >= 0; b--) {
             float &x0 = d_decay[4 * b + 2 * r], &x1 = d_decay[4 * b + 2 * r + 1];
@@ -432,10 +625,19 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         for (int e = 0; e < 4; e++) {
             int i = 4 * j + e, t = 8 * (i >> 1) + 2 * l, r = e & 1;
             float z0 = low(four[e]) + bias[r], z1 = high(four[e]) + bias[r];
+#if ANCHORED == 32
             float p0 = sigmoid(rate * z0), p1 = sigmoid(rate * z1);
             float d0 = t < rows ? d_decay[2 * i] * (lowest * rate) * p0 * (1.f - p0) : 0.f;
             float d1 = t + 1 < rows ? d_decay[2 * i + 1] * (lowest * rate) * p1 * (1.f - p1) : 0.f;
             of_bias[r] += d0 + d1, of_rate += d0 * z0 + d1 * z1;
+#else
+            float p0, p1, a0 = -rate * softplus(z0, p0), a1 = -rate * softplus(z1, p1);
+            float d0 = t < rows ? d_decay[2 * i] * asked(a0) : 0.f;
+            float d1 = t + 1 < rows ? d_decay[2 * i + 1] * asked(a1) : 0.f;
+            of_rate += d0 * a0 + d1 * a1;
+            d0 *= -rate * p0, d1 *= -rate * p1;
+            of_bias[r] += d0 + d1;
+#endif
             result[e] = pack(d0, d1);
         }
         put_fragment(at + D_GATE, result, j);
@@ -470,6 +672,13 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #pragma unroll
         for (int b = 0; b < 8; b++, to += 8 * apart) {
             int t = 8 * b + 2 * l;
+#if ANCHORED == 16
+            const GATE* from = gates + (start + t) * g_token + h * g_head + channel;
+            if (t < rows) d_decay[4 * b] *= asked(number(from[0])), d_decay[4 * b + 2] *= asked(number(from[8]));
+            from += g_token;
+            if (t + 1 < rows)
+                d_decay[4 * b + 1] *= asked(number(from[0])), d_decay[4 * b + 3] *= asked(number(from[8]));
+#endif
             if (t < rows) to[0] = (GATE)d_decay[4 * b], to[8] = (GATE)d_decay[4 * b + 2];
             if (t + 1 < rows) to[apart] = (GATE)d_decay[4 * b + 1], to[apart + 8] = (GATE)d_decay[4 * b + 3];
         }
@@ -489,7 +698,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #if RAW
             uint4 a = *(const uint4*)(shared + (which ? KEY : QUERY) + place(t, piece));
             const float* mine = sums + (which ? 768 : 512);
-            float s = scale[2 * t + which];
+            float s = scale[ROWS * which + t];
             float along = (of_warps(mine, t) + (sums + 1024)[64 * which + t]) * s * (which ? 1.f : 128.f);
             d.x = pack(s * (low(d.x) - along * low(a.x)), s * (high(d.x) - along * high(a.x)));
             d.y = pack(s * (low(d.y) - along * low(a.y)), s * (high(d.y) - along * high(a.y)));

@@ -17,14 +17,14 @@ MULTIPROCESSORS = 132
 
 
 class Raw(NamedTuple):
-    """The numbers of a bounded gate that the kernels apply themselves."""
+    """The numbers of a gate that the kernels apply themselves."""
 
     rates: Tensor
-    """fp32 [H]; log of the gate's slope."""
+    """fp32 [H]; log of the gate's slope, or of the factor on a softplus."""
     biases: Tensor
     """fp32 [H, 128]; added to what the gate is computed from."""
     lowest: float
-    """The gate's lower bound, -5 or higher."""
+    """The gate's lower bound, -5 or higher; minus infinity is a softplus gate."""
 
 
 class Gradients(NamedTuple):
@@ -50,17 +50,18 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def prepare(
-    query: Tensor, key: Tensor, log_decay: Tensor, beta: Tensor, table: Any, raw: Raw | None = None,
+    query: Tensor, key: Tensor, log_decay: Tensor, beta: Tensor, table: Any, anchored: int, raw: Raw | None = None,
     scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the record of every chunk and head; `scales`, if given, gets what made raw queries and keys unit."""
     heads, chunks = beta.shape[1], len(table.first)
     records = key.new_empty(chunks * heads, RECORD_BYTES, dtype=torch.uint8)
     query, key, log_decay = aligned(query), aligned(key), aligned(log_decay)
-    kinds = (("GATE", _type(log_decay)), ("BETAS", _type(beta)), ("RAW", int(raw is not None)))
+    kinds = variant(log_decay, beta, anchored, raw)
     rates, biases, lowest = raw or (None, None, 0.0)
+    shared = (12 if anchored == 16 else 8) * TILE_BYTES + 8 * 512 + 512 + 256
     launch(
-        Kernel("prepare", kinds, 8 * TILE_BYTES + 8 * 512 + 512 + 256, 256), chunks * heads, key.device,
+        Kernel("prepare", kinds, shared, 256), chunks * heads, key.device,
         query, key, log_decay, beta, rates, biases, float(lowest), table.first, table.count, records, scales,
         heads, heads // key.shape[1], *strides(query, key, log_decay, beta),
     )  # fmt: skip
@@ -118,7 +119,7 @@ def scan_back(
 
 def gradients(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, d_read: Tensor, table: Any,
-    states: Tensor, written: Tensor, d_states: Tensor, d_errors: Tensor,
+    states: Tensor, written: Tensor, d_states: Tensor, d_errors: Tensor, anchored: int,
     raw: Raw | None = None, scales: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
     """Return every gradient but the states', from what both walks kept."""
@@ -132,7 +133,7 @@ def gradients(
     if raw is not None:
         of_biases = states.new_empty(chunks, heads, CHANNELS, dtype=torch.float32)
         of_rates = states.new_empty(chunks, heads, 8, dtype=torch.float32)
-    kinds = (("GATE", _type(log_decay)), ("BETAS", _type(beta)), ("RAW", int(raw is not None)))
+    kinds = variant(log_decay, beta, anchored, raw)
     rates, biases, lowest = raw or (None, None, 0.0)
     launch(
         Kernel("gradients", kinds, 14 * TILE_BYTES + 1024, 128), chunks * heads * 2, key.device,
@@ -152,6 +153,12 @@ def gradients(
         biases=None if of_biases is None else of_biases.sum(0),
         rates=None if of_rates is None else of_rates.sum((0, 2)),
     )
+
+
+def variant(log_decay: Tensor, beta: Tensor, anchored: int, raw: Raw | None) -> tuple[tuple[str, str | int], ...]:
+    """Return what `prepare` and `gradients` are compiled for; `anchored` is 32 for bounded gates, else 16."""
+    types = (("GATE", _type(log_decay)), ("BETAS", _type(beta)))
+    return *types, ("RAW", int(raw is not None)), ("ANCHORED", anchored)
 
 
 def strides(*tensors: Tensor) -> tuple[c_longlong, ...]:

@@ -11,19 +11,15 @@ from triax.kernels.kda.hopper.launch import CHANNELS, MULTIPROCESSORS, Gradients
 from triax.kernels.kda.hopper.segments import CHUNK, segments
 
 
-def takes(query: Tensor, key: Tensor, value: Tensor, anchored: int) -> bool:
-    """Say whether these kernels take such inputs: bf16, heads of 128, a gate of at least -5, on Hopper."""
+def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Say whether these kernels take such inputs: bf16, heads of 128, on Hopper."""
     streams = (query, key, value)
-    return (
-        anchored == 32
-        and all(x.dtype == torch.bfloat16 and x.shape[-1] == CHANNELS for x in streams)
-        and available(query.device)
-    )
+    return all(x.dtype == torch.bfloat16 and x.shape[-1] == CHANNELS for x in streams) and available(query.device)
 
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None, table: Any,
-    keep: bool, raw: Raw | None = None,
+    keep: bool, anchored: int, raw: Raw | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return what was read, the last states, those wanted, and for the backward pass all chunks' states and writes."""
     sequences, heads, chunks = len(table.runs) - 1, value.shape[1], len(table.first)
@@ -36,7 +32,7 @@ def forward(
     )
     states = value.new_empty(chunks if keep else 0, heads, CHANNELS, CHANNELS)
     written = value.new_empty(chunks if keep else 0, heads, CHUNK, CHANNELS)
-    records = launch.prepare(query, key, log_decay, beta, table, raw)
+    records = launch.prepare(query, key, log_decay, beta, table, anchored, raw)
     kept = (states, written) if keep else (None, None)
     if cut is None:
         launch.scan(value, state, table, records, ends, read, *kept)
@@ -49,18 +45,18 @@ def forward(
 
 def backward(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, written: Tensor,
-    d_read: Tensor, d_ends: Tensor, table: Any, raw: Raw | None = None,
+    d_read: Tensor, d_ends: Tensor, table: Any, anchored: int, raw: Raw | None = None,
 ) -> tuple[Gradients, Tensor]:  # fmt: skip
     """Prepare the chunks again, walk back with the state's gradient, then everything else at once."""
     log_decay, beta, d_read = _gate(log_decay), _gate(beta), d_read.to(torch.bfloat16)
     scales = None if raw is None else d_ends.new_empty(len(table.first) * value.shape[1], CHUNK, 2)
     d_states, d_errors = torch.empty_like(states), torch.empty_like(written)
     d_state = torch.empty_like(d_ends[: len(table.runs) - 1])
-    records = launch.prepare(query, key, log_decay, beta, table, raw, scales)
+    records = launch.prepare(query, key, log_decay, beta, table, anchored, raw, scales)
     launch.scan_back(d_read, d_ends, table, records, d_states, d_errors, d_state)
     del records
     inputs = (query, key, value, log_decay, beta, d_read)
-    return launch.gradients(*inputs, table, states, written, d_states, d_errors, raw, scales), d_state
+    return launch.gradients(*inputs, table, states, written, d_states, d_errors, anchored, raw, scales), d_state
 
 
 def _gate(x: Tensor) -> Tensor:

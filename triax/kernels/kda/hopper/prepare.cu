@@ -2,14 +2,14 @@
 //
 // With x the log decay (base 2) summed inside a tile of 32 rows and counted from the tile's middle, e^x and e^-x stay in
 // bf16's range while no step is below -5.4. Columns are anchored in the middle of their own tile; rows of the second
-// tile have two anchors, one for the columns of either tile.
+// tile have two anchors, one for the columns of either tile. With ANCHORED = 16 there are four tiles, whose products with
+// each other are anchored at the border in the middle of the chunk, or of its half.
 //
 // `sharing` value heads in a row share a query and a key.
 //
-// RAW: query and key get their norms here, the log decay is lowest * sigmoid(e^rate (gate + bias)), beta a sigmoid.
+// RAW: query and key get their norms here, beta is a sigmoid, the log decay lowest * sigmoid(e^rate (gate + bias)), or
+// -e^rate softplus(gate + bias) where it has no bound.
 
-DEVICE float number(float x) { return x; }
-DEVICE float number(bf16 x) { return __uint_as_float((u32)x << 16); }
 DEVICE void load4(float (&x)[4], const float* from) {
     float4 four = *(const float4*)from;
     x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
@@ -65,8 +65,14 @@ extern "C" __global__ void __launch_bounds__(256, 2)
             i64 q_token, i64 q_head,
             i64 k_token, i64 k_head, i64 g_token, i64 g_head, i64 b_token, i64 b_head) {
     extern __shared__ __align__(1024) unsigned char shared[];
+#if ANCHORED == 32
     unsigned char *query_rows = shared, *second_rows = shared + 4 * TILE, *key_columns = shared + 6 * TILE;
-    float* sums = (float*)(shared + 8 * TILE);  // [8 warps, 128]
+#else
+    // Rows of the odd tiles, of the later two, and columns of the even tiles and of the first two; queries before keys.
+    unsigned char *own_rows = shared, *own_columns = shared + 4 * TILE, *near_rows = shared + 6 * TILE;
+    unsigned char *far_rows = shared + 8 * TILE, *far_columns = shared + 10 * TILE;
+#endif
+    float* sums = (float*)(shared + (ANCHORED == 16 ? 12 : 8) * TILE);  // [8 warps, 128]
     float *decays = sums + 8 * 128, *beta = decays + 128;  // [128], [64]: as at the end of a record
     int n = blockIdx.x / heads, h = blockIdx.x % heads, rows = count[n];
     i64 start = first[n];
@@ -121,17 +127,22 @@ extern "C" __global__ void __launch_bounds__(256, 2)
         if (scales && lane == 0)
             ((float2*)scales)[(i64)blockIdx.x * ROWS + 8 * warp + i] = make_float2(query_scale[i], key_scale[i]);
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-            gate[i][e] = 8 * warp + i < rows ? lowest * sigmoid(rate * (gate[i][e] + bias[e])) : 0.f;
+        for (int e = 0; e < 4; e++) {
+            float slope, z = gate[i][e] + bias[e];
+            gate[i][e] = 8 * warp + i >= rows ? 0.f
+                         : ANCHORED == 16     ? -rate * softplus(z, slope)
+                                              : lowest * sigmoid(rate * z);
+        }
     }
 #endif
 #pragma unroll
     for (int i = 0; i < 8; i++)
 #pragma unroll
         for (int e = 0; e < 4; e++)
-            gate[i][e] = gate[i][e] * 1.4426950408889634f + (i ? gate[i - 1][e] : 0.f);
+            gate[i][e] = held(gate[i][e] * 1.4426950408889634f) + (i ? gate[i - 1][e] : 0.f);
     *(float4*)(sums + warp * 128 + c) = make_float4(gate[7][0], gate[7][1], gate[7][2], gate[7][3]);
     __syncthreads();
+#if ANCHORED == 32
     bool in_second = warp >= 4;
     float before[4], first_half[4], second_half[4];
     {
@@ -159,6 +170,42 @@ extern "C" __global__ void __launch_bounds__(256, 2)
         }
         if (warp == 0) *(float4*)(decays + c) = make_float4(decay[0], decay[1], decay[2], decay[3]);
     }
+#else
+    int tile = warp >> 1;
+    float before[4], own_half[4], next[4], from_start[4], until_end[4];
+    {
+        float all[4][4] = {};
+#pragma unroll
+        for (int e = 0; e < 4; e++) before[e] = 0.f;
+#pragma unroll
+        for (int w = 0; w < 8; w++) {
+            float part[4];
+            load4(part, sums + w * 128 + c);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                if (w < warp && w >> 1 == tile) before[e] += part[e];
+                all[w >> 1][e] += part[e];
+            }
+        }
+        float decay[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            float own = 0.f, start = 0.f, end = 0.f;
+#pragma unroll
+            for (int other = 0; other < 4; other++) {
+                own += other == tile ? all[other][e] : 0.f;
+                start += other < tile ? all[other][e] : 0.f;
+                end += other > tile ? all[other][e] : 0.f;
+            }
+            before[e] -= 0.5f * own;
+            own_half[e] = power(0.5f * own);
+            next[e] = power(tile == 0 ? all[1][e] : tile == 3 ? all[2][e] : 0.f);
+            from_start[e] = power(start), until_end[e] = power(end);
+            decay[e] = power(start + own + end);
+        }
+        if (warp == 0) *(float4*)(decays + c) = make_float4(decay[0], decay[1], decay[2], decay[3]);
+    }
+#endif
     int half = (lane >> 4) * TILE;
     uint2 kept[8][3];
 #pragma unroll
@@ -176,6 +223,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
             y[e] = k0[e] * up;
             z[e] = k0[e] * down;
         }
+#if ANCHORED == 32
         store4(key_columns + to, z[0], z[1], z[2], z[3]);
         if (in_second) {
             int own = half + place(r - 32, c & 63);
@@ -195,6 +243,32 @@ extern "C" __global__ void __launch_bounds__(256, 2)
         store4(query_rows + 2 * TILE + to, y[0], y[1], y[2], y[3]);
 #pragma unroll
         for (int e = 0; e < 4; e++) x[e] *= first_half[e], y[e] *= b * first_half[e];
+#else
+        store4(own_rows + to, x[0], x[1], x[2], x[3]);
+        store4(own_rows + 2 * TILE + to, y[0], y[1], y[2], y[3]);
+        store4(own_columns + to, z[0], z[1], z[2], z[3]);
+#pragma unroll
+        for (int e = 0; e < 4; e++) x[e] *= own_half[e], y[e] *= own_half[e], z[e] *= own_half[e];
+        int odd = (tile & 1) * 16 + (r & 15), later = (tile >> 1) * 16 + (r & 15);
+        if (tile & 1) {
+            store4(near_rows + half + place(later, c & 63), x[0], x[1], x[2], x[3]);
+            store4(near_rows + half + place(32 + later, c & 63), y[0], y[1], y[2], y[3]);
+        } else {
+            store4(far_columns + half + place(later, c & 63), z[0], z[1], z[2], z[3]);
+        }
+        if (tile >= 2) {
+            store4(far_rows + half + place(odd, c & 63), x[0] * next[0], x[1] * next[1], x[2] * next[2],
+                   x[3] * next[3]);
+            store4(far_rows + half + place(32 + odd, c & 63), y[0] * next[0], y[1] * next[1], y[2] * next[2],
+                   y[3] * next[3]);
+        } else {
+            store4(far_columns + half + place(32 + odd, c & 63), z[0] * next[0], z[1] * next[1],
+                   z[2] * next[2], z[3] * next[3]);
+        }
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            x[e] *= from_start[e], y[e] *= b * from_start[e], z[e] *= until_end[e];
+#endif
         kept[i][0] = make_uint2(pack(y[0], y[1]), pack(y[2], y[3]));
         kept[i][1] = make_uint2(pack(x[0], x[1]), pack(x[2], x[3]));
         kept[i][2] = make_uint2(pack(z[0], z[1]), pack(z[2], z[3]));
@@ -202,9 +276,11 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     shared_to_async();
     __syncthreads();
 
+    int group = warp >> 2, column = 2 * (lane & 3);
+#if ANCHORED == 32
     // The first four warps multiply queries, the others keys, both with the first tile's columns; each half of the second
     // tile's columns with the second tile's rows of both.
-    int group = warp >> 2, row = 16 * (warp & 3) + (lane >> 2), column = 2 * (lane & 3);
+    int row = 16 * (warp & 3) + (lane >> 2);
     float wide[16], narrow[8];
     u32 rows_at = shared_address(query_rows) + group * 2 * TILE, columns_at = shared_address(key_columns);
     u32 second_at = shared_address(second_rows), second_columns_at = columns_at + (32 + 16 * group) * 128;
@@ -216,6 +292,31 @@ extern "C" __global__ void __launch_bounds__(256, 2)
         product<0, 0>(narrow, describe(second_at + at), describe(second_columns_at + at), s);
     }
     products_commit();
+#else
+    // Four warps multiply columns of the first of either two tiles, four those of the second, with the rows of both kinds
+    // that come later; each warp its own sixteen rows of queries or keys with their own columns.
+    float far[8], near[8], own[2][4] = {};
+    u32 columns_at = shared_address(far_columns) + 16 * group * 128;
+    products_begin();
+#pragma unroll
+    for (int s = 0; s < 8; s++) {
+        int at = (s >> 2) * TILE + (s & 3) * 32;
+        product<0, 0>(far, describe(shared_address(far_rows) + at), describe(columns_at + 32 * 128 + at), s);
+        product<0, 0>(near, describe(shared_address(near_rows) + at), describe(columns_at + at), s);
+    }
+    products_commit();
+    {
+        u32 rows_at = shared_address(own_rows) + group * 2 * TILE, own_at = shared_address(own_columns);
+#pragma unroll
+        for (int s = 0; s < 8; s++) {
+            u32 a[4], swapped[4], b[4];
+            corner(swapped, rows_at + (s >> 2) * TILE, 16 * (warp & 3), 16 * (s & 3));
+            corner(b, own_at + (s >> 2) * TILE, 16 * (warp & 3), 16 * (s & 3));
+            a[0] = swapped[0], a[1] = swapped[2], a[2] = swapped[1], a[3] = swapped[3];
+            warp_product(own, a, b);
+        }
+    }
+#endif
     // Only now: the fence above would have waited for these stores.
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -232,17 +333,20 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     float* inverse = lower + 64 * WIDTH;     // (I + A)^-1
     float* between = inverse + 64 * WIDTH;   // [32, 40]
     unsigned char* reads = shared + 6 * TILE;
+    auto put_pair = [&](bool of_query, int t, int i, float a, float b) {
+        if (of_query)
+            *(u32*)(reads + place(t, i)) = pack(t >= i ? a : 0.f, t >= i + 1 ? b : 0.f);
+        else
+            *(float2*)(lower + t * WIDTH + i) = make_float2(t > i ? beta[t] * a : 0.f, t > i + 1 ? beta[t] * b : 0.f);
+    };
+#if ANCHORED == 32
 #pragma unroll
     for (int j = 0; j < 4; j++)
 #pragma unroll
         for (int e = 0; e < 4; e += 2) {
             int t = row + 4 * e, i = 8 * j + column;
             float a = wide[4 * j + e], b = wide[4 * j + e + 1];
-            if (group == 0)
-                *(u32*)(reads + place(t, i)) = pack(t >= i ? a : 0.f, t >= i + 1 ? b : 0.f);
-            else
-                *(float2*)(lower + t * WIDTH + i) =
-                    make_float2(t > i ? beta[t] * a : 0.f, t > i + 1 ? beta[t] * b : 0.f);
+            put_pair(group == 0, t, i, a, b);
         }
 #pragma unroll
     for (int j = 0; j < 2; j++)
@@ -250,12 +354,25 @@ extern "C" __global__ void __launch_bounds__(256, 2)
         for (int e = 0; e < 4; e += 2) {
             int t = 32 + (row & 31) + 4 * e, i = 32 + 16 * group + 8 * j + column;
             float a = narrow[4 * j + e], b = narrow[4 * j + e + 1];
-            if (row < 32)
-                *(u32*)(reads + place(t, i)) = pack(t >= i ? a : 0.f, t >= i + 1 ? b : 0.f);
-            else
-                *(float2*)(lower + t * WIDTH + i) =
-                    make_float2(t > i ? beta[t] * a : 0.f, t > i + 1 ? beta[t] * b : 0.f);
+            put_pair(row < 32, t, i, a, b);
         }
+#else
+    int part = warp & 3, first_row = lane >> 2;
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e += 2) {
+            int t = first_row + 4 * e, i = 8 * j + column;
+            put_pair(part < 2, 32 + 16 * (part & 1) + t, 16 * group + i, far[4 * j + e], far[4 * j + e + 1]);
+            if ((part & 1) == group)
+                put_pair(part < 2, 32 * group + 16 + t, 32 * group + i, near[4 * j + e], near[4 * j + e + 1]);
+            put_pair(group == 0, 16 * part + t, 16 * part + i, own[j][e], own[j][e + 1]);
+        }
+    if (threadIdx.x >= 192) {
+        int p = threadIdx.x & 31, at = threadIdx.x & 32;
+        *(uint4*)(reads + place(at + (p >> 1), at + 16 + 8 * (p & 1))) = make_uint4(0, 0, 0, 0);
+    }
+#endif
     if (threadIdx.x < 128) *(uint4*)(reads + place(threadIdx.x >> 2, 32 + 8 * (threadIdx.x & 3))) = make_uint4(0, 0, 0, 0);
     __syncthreads();
 

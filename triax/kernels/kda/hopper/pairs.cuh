@@ -1,0 +1,44 @@
+// What the kernels that multiply pairs of tokens share: gates, and products of one warp.
+
+DEVICE float number(float x) { return x; }
+DEVICE float number(bf16 x) { return __uint_as_float((u32)x << 16); }
+
+// log(1 + e^x), also where e^x is lost beside 1, and its slope.
+DEVICE float softplus(float x, float& slope) {
+    float e = power(1.4426950408889634f * x), part, log;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(part) : "f"(1.f + e));
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log) : "f"(1.f + e));
+    bool high = x > 15.f, low = e < 0.03f;
+    slope = high ? 1.f : e * part;
+    return high ? x : low ? e * (1.f - e * (0.5f - e * (0.33333333f - 0.25f * e))) : log * 0.6931471805599453f;
+}
+
+// Tokens with a common anchor: 32 with bounded gates, 16 with others. The latter's log decays (base 2) are held at
+// HELD: of a channel that forgets more, 4.5e-5 remains.
+constexpr float HELD = -14.4375f;
+DEVICE float held(float x) { return ANCHORED == 16 ? fmaxf(x, HELD) : x; }
+
+DEVICE void load_straight(u32 (&x)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(at)
+                 : "memory");
+}
+// d[2][16, 8] += a[16, 16] b[16, 16], from registers.
+DEVICE void warp_product(float (&d)[2][4], const u32 (&a)[4], const u32 (&b)[4]) {
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[2 * n]), "r"(b[2 * n + 1]));
+}
+// Sixteen rows and sixteen numbers of a tile: as they lie, or rows for columns.
+DEVICE void corner(u32 (&x)[4], u32 tile, int row, int column) {
+    int lane = threadIdx.x & 31;
+    load_straight(x, tile + place(row + ((lane >> 4) << 3) + (lane & 7), column + (lane & 8)));
+}
+DEVICE void corner_transposed(u32 (&x)[4], u32 tile, int row, int column) {
+    int lane = threadIdx.x & 31;
+    load_transposed(x, tile + place(row + (lane & 15), column + ((lane >> 4) << 3)));
+}
