@@ -41,6 +41,11 @@ class Admission:
         """Let a sequence wait in its class."""
         heapq.heappush(self._waiting[sequence.class_name], (sequence.order, sequence))
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a sequence waits, or has ended while it did."""
+        return any(self._waiting.values())
+
     def urgency(self, name: str) -> float:
         """Return the priority of the first sequence that waits in a class; infinite if none does."""
         waiting = self._waiting[name]

@@ -30,8 +30,7 @@ class Copy(NamedTuple):
     target_index: int
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One sequence's part of a step."""
 
     sequence: int

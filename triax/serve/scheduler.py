@@ -131,35 +131,42 @@ class Scheduler:
         assert len(self._open) < MOST_IN_FLIGHT, "commit the oldest plan first"
         rows: list[Row] = []
         members: list[Sequence] = []
-        decode_tokens = self._plan_decoding(rows, members, propose)
-        budget = self.settings.step_tokens - decode_tokens
-        if rows:
-            budget = min(budget, self.settings.mixed_prefill_tokens)
-        prefill_tokens = self._plan_prefill(rows, members, budget) if budget > 0 else 0
-        moves = self.manager.tiers.moves
-        if not (rows or moves.write_backs or moves.restores or moves.after or moves.beside):
+        num_decoding = sum([one.planned >= one.target for one in self.running])
+        decode_tokens = self._plan_decoding(rows, members, propose, num_decoding) if num_decoding else 0
+        prefill_tokens = 0
+        if num_decoding < len(self.running) or self.admission.has_waiting:
+            budget = self.settings.step_tokens - decode_tokens
+            if rows:
+                budget = min(budget, self.settings.mixed_prefill_tokens)
+            if budget > 0:
+                prefill_tokens = self._plan_prefill(rows, members, budget)
+        if not rows and self.manager.tiers.moves.is_empty:
             return Plan(self._step)
         moves = self.manager.close()
-        plan = Plan(
-            self._step,
-            (*moves.write_backs, *moves.restores),
-            tuple(moves.clear),
-            tuple(rows),
-            tuple(moves.after),
-            tuple(moves.beside),
-            decode_tokens,
-            prefill_tokens,
-        )
+        if moves.is_unused:
+            plan = Plan(self._step, rows=tuple(rows), decode_tokens=decode_tokens, prefill_tokens=prefill_tokens)
+        else:
+            plan = Plan(
+                self._step,
+                (*moves.write_backs, *moves.restores),
+                tuple(moves.clear),
+                tuple(rows),
+                tuple(moves.after),
+                tuple(moves.beside),
+                decode_tokens,
+                prefill_tokens,
+            )
         self._open.append((plan, members))
         self._step += 1
         self.counts["steps"] += 1
         return plan
 
-    def _plan_decoding(self, rows: list[Row], members: list[Sequence], propose: Propose | None) -> int:
+    def _plan_decoding(
+        self, rows: list[Row], members: list[Sequence], propose: Propose | None, num_decoding: int
+    ) -> int:
         step, size = self._step, self.manager.page_tokens
         left = self.settings.step_tokens
-        # sequences that come after a drafting one still get their token
-        others = sum(one.planned >= one.target for one in self.running)
+        others = num_decoding  # sequences that come after a drafting one still get their token
         for sequence in tuple(self.running):
             holding, position = sequence.holding, sequence.planned
             if (
@@ -310,8 +317,10 @@ class Scheduler:
             else:
                 position = row.position + len(row.tokens)
                 sequence.ahead -= row.samples
-            sequence.scored = max(sequence.scored, min(position, len(sequence.request.tokens)))
-            holding.is_void |= not given.is_valid
+            if sequence.request.score_prompt:
+                sequence.scored = max(sequence.scored, min(position, len(sequence.request.tokens)))
+            if not given.is_valid:
+                holding.is_void = True
             advances.append((holding, position))
             if not sequence.is_closing:
                 going.append((sequence, given))

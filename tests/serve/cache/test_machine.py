@@ -275,7 +275,7 @@ class PublishesFailedSteps(Manager):
     """A step that did not run leaves its snapshots behind."""
 
     def fail(self):
-        for step in self._steps:
+        for step in filter(None, self._steps):
             for holding, position, slot in step.taken:
                 holding.position = position
                 self._publish(holding)

@@ -24,7 +24,7 @@ def _known(manager: Manager) -> set[Node]:
 
 
 def _steps(manager: Manager) -> Iterator:
-    yield from ((step.moves, step.taken) for step in manager._steps)
+    yield from ((step.moves, step.taken) for step in manager._steps if step is not None)
     yield manager.tiers.moves, manager._taken
 
 

@@ -66,10 +66,10 @@ class Order(Generic[Entry]):
 
     def pop(self) -> Entry | None:
         """Take out the entry that goes first."""
-        score = self.lowest()
-        if score is None:
-            return None
-        entry = heapq.heappop(self._heap)[2]
-        del self._ticket[entry]
-        self.age = max(self.age, score)
-        return entry
+        while self._heap:
+            score, ticket, entry = heapq.heappop(self._heap)
+            if self._ticket.get(entry) == ticket:
+                del self._ticket[entry]
+                self.age = max(self.age, score)
+                return entry
+        return None

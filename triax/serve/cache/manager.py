@@ -44,7 +44,8 @@ class Manager:
         self.epoch = 0
         self.holdings: dict[int, Holding] = {}
         self._taken: list[tuple[Holding, int, int]] = []
-        self._steps: list[_Step] = []
+        self._steps: deque[_Step | None] = deque()
+        """Closed and not landed; None for one that copies nothing."""
         self.unsaved: deque[Snapshot] = deque(maxlen=MOST_UNSAVED)
         """Snapshots since a disk pool last took them over, oldest first."""
         self.counts = dict.fromkeys(
@@ -209,7 +210,11 @@ class Manager:
 
     def close(self) -> Moves:
         """End the making of a step and return what it copies; a step without copies or rows is never landed."""
-        moves, self.tiers.moves = self.tiers.moves, Moves()
+        moves = self.tiers.moves
+        if moves.is_unused and not self._taken:  # as most steps that only decode
+            self._steps.append(None)
+            return moves
+        self.tiers.moves = Moves()
         self._steps.append(_Step(moves, self._taken))
         self._taken = []
         return moves
@@ -220,19 +225,20 @@ class Manager:
         Args:
             advances: Holdings with the position that each has now.
         """
-        step = self._steps.pop(0)
-        land(self.tiers, step.moves)
+        step = self._steps.popleft()
+        if step is not None:
+            land(self.tiers, step.moves)
         for holding, position in advances:
             holding.position = position
             if position // self.page_tokens > holding.published:
                 self._publish(holding)
-        for holding, position, slot in step.taken:
+        for holding, position, slot in step.taken if step is not None else ():
             if holding.is_void or holding.position != position or not self._mark(holding, slot):
                 self.tiers.slots.drop(slot)
 
     def fail(self) -> None:
         """Undo all closed steps; holdings that had a part in them must be released as void."""
-        for step in reversed(self._steps):
+        for step in filter(None, reversed(self._steps)):
             for _, _, slot in step.taken:
                 self.tiers.slots.drop(slot)
             undo(self.tiers, step.moves)

@@ -23,3 +23,13 @@ class Moves:
     """Entries with the page or slot that each gets; pinned until then."""
     read: list[Snapshot] = field(default_factory=list)
     """Snapshots that a restore reads; pinned until then, with their nodes."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether a step without rows would have nothing to do."""
+        return not (self.write_backs or self.restores or self.after or self.beside)
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether nothing at all has been noted here."""
+        return self.is_empty and not (self.clear or self.written or self.restored or self.prefetched or self.read)

@@ -151,7 +151,10 @@ class Tree:
         """Add a page below a full one."""
         node = Node(parent, tokens, parent.start + len(parent.tokens), author)
         parent.children[tokens] = node
-        insort(parent.order, tokens)
+        if parent.order:
+            insort(parent.order, tokens)
+        else:
+            parent.order.append(tokens)
         return node
 
     def extend(self, node: Node, tokens: Key) -> None:
@@ -214,7 +217,7 @@ class Tree:
         parent = node.parent
         assert parent is not None
         del parent.children[node.tokens]
-        del parent.order[bisect_left(parent.order, node.tokens)]
+        del parent.order[bisect_left(parent.order, node.tokens) if len(parent.order) > 1 else 0]
 
 
 def _common(order: list[Key], wanted: Key) -> int:

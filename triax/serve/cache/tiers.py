@@ -103,6 +103,8 @@ class Tiers:
         """Let a whole page take over the snapshots of partly filled ones that begin as it does."""
         parent = child.parent
         assert parent is not None
+        if not parent.lengths:
+            return
         for length in list(parent.lengths):
             snapshot = parent.marks.get(child.tokens[:length])
             if snapshot is None or snapshot.node is child:
@@ -140,11 +142,13 @@ class Tiers:
     def give_page(self, node: Node, page: int) -> None:
         """Let a node hold a page of the device that its caller holds too."""
         node.page = self.pages.share(page)
-        self.idle_pages += not node.pins
         if node.parent is not None:
             node.parent.num_device_children += 1
-            self.review(node.parent)
-        self.review(node)
+            if not node.parent.pins:  # what is pinned is in no order
+                self.review(node.parent)
+        if not node.pins:
+            self.idle_pages += 1
+            self.review(node)
 
     def give_slot(self, snapshot: Snapshot, slot: int) -> None:
         """Let a snapshot own a slot of the device."""
@@ -156,6 +160,9 @@ class Tiers:
 
     def _evict_page(self, node: Node) -> None:
         self.counts["evicted_pages"] += 1
+        if not node.children and not node.snapshots:
+            self.remove(node)
+            return
         node.is_pending = True  # whatever gives way on the host for it, it is not itself
         for snapshot in node.snapshots.values():
             snapshot.pins += 1
@@ -260,19 +267,24 @@ class Tiers:
     def _remove_one(self, node: Node) -> None:
         for snapshot in list(node.snapshots.values()):
             self._drop_snapshot(snapshot)
+        parent = node.parent
         if node.page is not None:
-            self._leave_page(node)
+            self.pages.drop(node.page)
+            node.page = None
+            self.idle_pages -= not node.pins
+            if parent is not None:
+                parent.num_device_children -= 1
         if node.host is not None and not node.is_pending:  # else its number is free once the copy is done
             self.host_pages.drop(node.host)
-        if node.parent is None:
-            node.is_alive = False
-            if self.tree.roots.get(node.salt) is node:
-                del self.tree.roots[node.salt]
-        else:
+        self.page_order.discard(node)
+        self.host_page_order.discard(node)
+        if parent is not None:
             self.tree.remove(node)
-        self.review(node)
-        if node.parent is not None:
-            self.review(node.parent)
+            self.review(parent)
+            return
+        node.is_alive = False
+        if self.tree.roots.get(node.salt) is node:
+            del self.tree.roots[node.salt]
 
     def drop_snapshot(self, snapshot: Snapshot) -> None:
         """Forget a snapshot, and its node if that becomes useless."""
