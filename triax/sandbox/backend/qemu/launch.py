@@ -83,8 +83,11 @@ class Hardware:
             *("-M", MACHINE, "-accel", accelerator, "-m", str(self.memory_mib), "-smp", str(self.cpus)),
             *("-cpu", "host" if self.accelerator == "kvm" else PROCESSOR),
             *("-object", f"memory-backend-file,id=ram,{backing}"),
-            *("-kernel", str(self.kernel), "-initrd", str(self.initramfs), "-append", self.words()),
         ]
+
+    def booting(self) -> list[str]:
+        """Return the part that a guest's first start needs; one that goes on has it all in memory."""
+        return ["-kernel", str(self.kernel), "-initrd", str(self.initramfs), "-append", self.words()]
 
     def words(self) -> str:
         """Return the kernel's command line."""
@@ -170,6 +173,8 @@ class Emulator:
         if state is not None:
             command += ["-incoming", f"fd:{state}", "-global", "migration.send-configuration=off"]
             kept.append(state)
+        else:
+            command += hardware.booting()
         guard = shutil.which("setpriv")
         if guard is not None:
             command = [guard, "--pdeathsig", "KILL", "--", *command]
