@@ -4,7 +4,6 @@ import functools
 import random
 from collections import Counter
 
-import jaxtyping
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -17,6 +16,8 @@ from triax.errors import CapacityError, TriaxError
 from triax.model.decoder import Decoder
 from triax.serve.engine import Engine
 from triax.serve.request import Request, Sampling
+
+pytestmark = pytest.mark.usefixtures("no_shape_checks")
 
 PAGE = 8
 LENGTH = 4  # tokens of an answer
@@ -51,14 +52,6 @@ ENGINES = st.fixed_dictionaries(
         "is_ahead": st.booleans(),
     }
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_shape_checks():
-    """Other tests check the shapes of these same calls, which takes three quarters of the time."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def build(t0, seed):

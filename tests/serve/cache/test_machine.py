@@ -18,6 +18,7 @@ STEMS = (
     (1, 2, 3, 9),
 )
 few = st.integers(0, 2)
+pytestmark = pytest.mark.usefixtures("no_shape_checks")
 
 
 def life(simulation, manager=Manager):
