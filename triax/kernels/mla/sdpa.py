@@ -1,6 +1,8 @@
 """Attention through torch's own fused kernels, one call a sequence; the largest logits come from a second pass."""
 
 from collections.abc import Sequence
+from functools import lru_cache
+from importlib.util import find_spec
 
 import torch
 from jaxtyping import Float
@@ -23,7 +25,14 @@ def attend(
 ) -> tuple[Float[Tensor, "T H V"], Float[Tensor, " H"]]:
     """Attend within each sequence; see `reference.attend`. Without `with_largest` that statistic is -inf."""
     reads = [value[:0].float()]
-    largest = torch.full((query.shape[1],), -torch.inf, device=query.device)
+    at_once = with_largest and has_kernel(query)
+    if at_once:
+        from triax.kernels.mla.largest import largest as largest_of
+
+        with torch.no_grad():
+            largest = largest_of(query, key, query_starts, key_starts, scale)
+    else:
+        largest = torch.full((query.shape[1],), -torch.inf, device=query.device)
     for row in range(len(query_starts) - 1):
         own = slice(query_starts[row], query_starts[row + 1])
         seen = slice(key_starts[row], key_starts[row + 1])
@@ -36,9 +45,19 @@ def attend(
             past_too = causal_lower_right(q.shape[2], k.shape[2])
             read = scaled_dot_product_attention(q, k, v, attn_mask=past_too, scale=scale)
         reads.append(read[0].transpose(0, 1).float())
-        if with_largest:
+        if with_largest and not at_once:
             largest = torch.maximum(largest, _largest(q[0], k[0], scale))
     return torch.cat(reads), largest
+
+
+def has_kernel(query: Float[Tensor, "T H K"]) -> bool:
+    """Return whether a kernel finds the largest logits of all sequences at once."""
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16, torch.float32) and _has_triton()
+
+
+@lru_cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 @torch.no_grad()
