@@ -58,7 +58,7 @@ def test_kernels_compile_for_hopper_without_spills(hopper):
     constants = {"BT": 32, "BC": 128, "TAPS": 4}
     wanted = [
         {"module": "triax.kernels.short_conv.fused", "kernel": name, "types": types,
-         "constants": constants | ({"SPAN": 256} if name == "backward_sums" else {}), "options": {"num_warps": 4}}
+         "constants": constants | ({"SPAN": 256} if name == "backward_sums" else {}), "options": {"num_warps": 8 if name == "backward_sums" else 4}}
         for name in ("forward", "backward_sums", "backward_inputs")
     ]  # fmt: skip
     for compiled in hopper(wanted):

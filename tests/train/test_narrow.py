@@ -37,7 +37,8 @@ def learnt(device, narrow):
 
     if narrow:
         with NarrowMatrices(model, BF16)():
-            assert model.layers[0].attention.query.weight.dtype is BF16
+            assert model.layers[0].attention.joined.dtype is BF16
+            assert model.layers[0].attention.output.weight.dtype is BF16
             accumulate()
     else:
         accumulate()
@@ -45,15 +46,20 @@ def learnt(device, narrow):
     return costs, {name: weight.grad for name, weight in masters.items()}
 
 
-def test_losses_are_equal_and_gradients_differ_by_their_rounding():
-    (costs, gradients), (expected_costs, expected) = learnt("cpu", True), learnt("cpu", False)
-    assert costs == expected_costs
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_losses_and_gradients_differ_by_their_rounding(device):
+    (costs, gradients), (expected_costs, expected) = learnt(device, True), learnt(device, False)
+    assert costs == pytest.approx(expected_costs, rel=1e-3)
     for name, gradient in gradients.items():
         if gradient is None:
             assert expected[name] is None
             continue
         assert gradient.dtype is torch.float32
-        assert (gradient - expected[name]).norm() <= 2.0**-8 * expected[name].norm(), name
+        assert (gradient - expected[name]).norm() <= 2.0**-6 * expected[name].norm(), name
+
+
+def joined(layer):
+    return torch.cat([product.weight for product in layer.joinable()]).to(BF16)
 
 
 def test_a_second_step_rounds_the_moved_masters_and_adds_to_what_they_have():
@@ -65,6 +71,7 @@ def test_a_second_step_rounds_the_moved_masters_and_adds_to_what_they_have():
             weight.mul_(factor)
         with narrow():
             assert torch.equal(model.layers[0].attention.output.weight, weight.to(BF16))
+            assert torch.equal(joined(model.layers[0].attention), model.layers[0].attention.joined)
             with precision("bf16", torch.device("cpu")):
                 paid = cost(model, BATCHES[0], torch.device("cpu")).nats
             paid.backward()
@@ -79,14 +86,3 @@ def test_masters_come_back_after_a_failure():
     with pytest.raises(ValueError, match="inside"), NarrowMatrices(model, BF16)():
         raise ValueError("inside")
     assert all(left is right for left, right in zip(before, model.parameters(), strict=True))
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_losses_and_gradients_have_the_same_bits_but_where_experts_sum_unrounded():
-    (costs, gradients), (expected_costs, expected) = learnt("cuda", True), learnt("cuda", False)
-    assert costs == expected_costs
-    for name, gradient in gradients.items():
-        if ".experts." in name:
-            assert (gradient - expected[name]).norm() <= 2.0**-8 * expected[name].norm(), name
-        else:
-            assert gradient is expected[name] is None or torch.equal(gradient, expected[name]), name

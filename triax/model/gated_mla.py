@@ -2,7 +2,7 @@
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from triax.config import model as config
 from triax.kernels.linear import linear, tiled
@@ -10,11 +10,13 @@ from triax.kernels.mla import attend, decode, pagewise
 from triax.model.cache import MlaCache
 from triax.model.exact import is_exact
 from triax.model.layout import Layout
-from triax.model.matrix import Blocks, Joins, join, matrix
-from triax.model.memory import MlaPages
+from triax.model.matrix import Blocks, Joins, Linear, matrix
+from triax.model.memory import Memory, MlaPages
 from triax.model.norm import RMSNorm
 from triax.model.precision import at_least_fp32
 from triax.model.rotary import magnitude, rotate, turns
+
+FEW, FAR = 64, 4096  # new tokens and earlier ones: keys of so many are not rebuilt for so few
 
 
 class GatedMLA(Joins):
@@ -84,8 +86,8 @@ class GatedMLA(Joins):
     ) -> tuple[Float[Tensor, "T H K"], Float[Tensor, "T L"]]:
         """Project; rotate where positions are rotary. The latent comes normalised, with the shared key behind it."""
         settings = self.settings
-        if self.joined is not None:
-            query, down = linear(hidden, self.joined).tensor_split([self._query_in().out_features], dim=-1)
+        if (whole := self.whole()) is not None:
+            query, down = linear(hidden, whole).tensor_split([self._query_in().out_features], dim=-1)
         else:
             query, down = self._query_in()(hidden), self.latent_down(hidden)
         if settings.q_latent_dim:
@@ -103,12 +105,12 @@ class GatedMLA(Joins):
             shared = rotate(shared, cos, sin)
         return query, torch.cat([self.latent_norm(latent), shared.to(latent.dtype)], dim=-1)
 
-    def _query_in(self) -> nn.Linear:
+    def _query_in(self) -> Linear:
         return self.query_down if self.settings.q_latent_dim else self.query
 
-    def join(self) -> None:
-        """Lay the products that read the same input end to end in memory, so that they run as one: for answering."""
-        self.joined = join([self._query_in().weight, self.latent_down.weight])
+    def joinable(self) -> list[Linear]:
+        """Return the first products of query and latent."""
+        return [self._query_in(), self.latent_down]
 
     def _expanded(
         self, query: Tensor, latent: Float[Tensor, "S L"], query_starts: tuple[int, ...], key_starts: tuple[int, ...]
@@ -117,12 +119,22 @@ class GatedMLA(Joins):
         settings = self.settings
         latent, shared = latent.split([settings.kv_latent_dim, settings.rope_dim], dim=-1)
         rebuilt = self.latent_up(latent).unflatten(-1, (settings.num_heads, -1))
-        content, value = rebuilt.split([settings.nope_dim, settings.value_dim], dim=-1)
-        key = torch.cat([content, shared[:, None].expand(-1, settings.num_heads, -1).to(content.dtype)], dim=-1)
+        content = rebuilt[..., : settings.nope_dim]
+        if torch.is_grad_enabled():
+            key = torch.cat([content, shared[:, None].expand(-1, settings.num_heads, -1).to(content.dtype)], dim=-1)
+        else:
+            key = content.new_empty(*content.shape[:2], settings.nope_dim + settings.rope_dim)
+            key[..., : settings.nope_dim], key[..., settings.nope_dim :] = content, shared[:, None]
         counts = self.training and torch.is_grad_enabled()
+        # a GPU's kernel wants values as wide as keys: channels that stand before them come along and are left out
+        spare = key.shape[-1] - settings.value_dim
+        if not (rebuilt.is_cuda and not torch.is_grad_enabled() and 0 <= spare <= settings.nope_dim):
+            spare = 0
+        value = rebuilt[..., settings.nope_dim - spare :]
         read, largest = attend(
             query.to(key.dtype), key, value, query_starts, key_starts, self.scale, with_largest=counts
         )
+        read = read[..., spare:]
         if counts:
             before = self.largest_logit
             self.largest_logit = largest if before is None else torch.maximum(before, largest)
@@ -178,17 +190,34 @@ class GatedMLA(Joins):
                 self.scale,
             )
             reads.append(self._from_latent(mean))
-        if absorbed < count:
-            late = memory.parts[absorbed:]
-            totals = Layout.of([part.position + part.length for part in late])
-            own = [start - early for start in starts[absorbed : count + 1]]
+        while absorbed < count:
+            if self._is_far(memory, absorbed):
+                reads.append(self._of_far(query, cache, absorbed))
+                absorbed += 1
+                continue
+            end = next((n for n in range(absorbed, count) if self._is_far(memory, n)), count)
+            totals = Layout.of([part.position + part.length for part in memory.parts[absorbed:end]])
+            own = tuple(start - starts[absorbed] for start in starts[absorbed : end + 1])
             seen = cache.seen(absorbed, totals).to(query.dtype)
-            reads.append(self._expanded(query[early : starts[count]], seen, tuple(own), totals.starts))
+            reads.append(self._expanded(query[starts[absorbed] : starts[end]], seen, own, totals.starts))
+            absorbed = end
         if len(reads) == 1 and not memory.num_pads:
             return reads[0]
         wide = torch.promote_types(query.dtype, torch.float32)
         pads = query.new_zeros(memory.num_pads, self.settings.num_heads, self.settings.value_dim, dtype=wide)
         return torch.cat([*(read.to(wide) for read in reads), pads])
+
+    def _is_far(self, memory: Memory, row: int) -> bool:
+        """Whether a prompt's piece is so short beside what was there before that no keys should be rebuilt for it."""
+        part = memory.parts[row]
+        return memory.arena.has_kernels and not is_exact() and part.length <= FEW and part.position >= FAR
+
+    def _of_far(self, query: Float[Tensor, "T H K"], cache: MlaPages, row: int) -> Float[Tensor, "t H V"]:
+        memory, (first, end) = cache.memory, cache.memory.layout.starts[row : row + 2]
+        queries, seen = self._into_latent(query[first:end])[None], (memory.positions[first:end] + 1).int()[None]
+        table = memory.tables[row : row + 1]
+        mean = decode(queries, cache.latent, table, seen, self.scale, self.settings.kv_latent_dim)[0]
+        return self._from_latent(mean.to(query.dtype))
 
     def _into_latent(self, query: Float[Tensor, "T H K"]) -> Float[Tensor, "T H L"]:
         """Move the keys' half of W_up to the query."""

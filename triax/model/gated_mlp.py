@@ -5,7 +5,7 @@ from torch import Tensor
 
 from triax.config.model import Activation
 from triax.kernels.linear import linear
-from triax.model.matrix import Blocks, Joins, join, matrix
+from triax.model.matrix import Blocks, Joins, Linear, matrix
 from triax.model.situ_glu import glu
 
 
@@ -24,15 +24,15 @@ class GatedMlp(Joins):
 
     def forward(self, hidden: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """Transform each token."""
-        if self.joined is not None:
-            gate, up = linear(hidden, self.joined).chunk(2, dim=-1)
+        if (whole := self.whole()) is not None:
+            gate, up = linear(hidden, whole).chunk(2, dim=-1)
         else:
             gate, up = self.gate(hidden), self.up(hidden)
         return self.down(glu(gate, up, self.activation))
 
-    def join(self) -> None:
-        """Lay the weights of gate and up end to end in memory, so that they run as one product: for answering."""
-        self.joined = join([self.gate.weight, self.up.weight])
+    def joinable(self) -> list[Linear]:
+        """Return gate and up."""
+        return [self.gate, self.up]
 
     def matrices(self) -> Blocks:
         """Return the logical matrices for the optimiser."""

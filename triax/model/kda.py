@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from triax.config import model as config
 from triax.kernels import rms_norm
-from triax.kernels.kda import activate, kda, stepped
+from triax.kernels.kda import kda, stepped
 from triax.kernels.kda.decode import step, verify
 from triax.kernels.kda.raw import kda_from_raw
 from triax.kernels.kda.reference import KdaResult
@@ -20,7 +20,7 @@ from triax.kernels.short_conv import gathered, short_conv
 from triax.model.cache import KdaCache
 from triax.model.exact import is_exact
 from triax.model.layout import Layout
-from triax.model.matrix import Blocks, Joins, join, matrix
+from triax.model.matrix import Blocks, Joins, Linear, join, matrix
 from triax.model.memory import Drafts, KdaSlots
 from triax.model.norm import Fp32Norm, normalize
 from triax.model.precision import KeepsFp32, at_least_fp32
@@ -90,7 +90,9 @@ class KDA(Joins, KeepsFp32):
                 window = inputs.mixed.new_zeros(shape)
             else:
                 window = cache.window
-            mixed, window = short_conv(inputs.mixed, self._kernels(), window, layout.starts)
+            mixed, window = short_conv(
+                inputs.mixed, self._kernels(), window, layout.starts, wants_window=cache is not None
+            )
             state = cache.state if cache is not None else None
             result = self._walk(mixed, inputs, state, layout.starts)
             if cache is not None:
@@ -115,10 +117,14 @@ class KDA(Joins, KeepsFp32):
 
     def _project(self, hidden: Tensor) -> Projected:
         heads = (self.settings.num_heads, self.settings.head_dim)
-        if self.joined is not None:
-            mixed, down, gate, beta = linear(hidden, self.joined).split(self._joined_sizes(), dim=-1)
-            if self._ups is None:
+        if (whole := self.whole()) is not None:
+            mixed, down, gate, beta = linear(hidden, whole).split(self._joined_sizes(), dim=-1)
+            if self.settings.output_gate == "full":
                 decay = self.decay_up(down)
+            elif self._ups is None or torch.is_grad_enabled():
+                decay, gate = (
+                    up(part) for up, part in zip((self.decay_up, self.gate_up), down.chunk(2, -1), strict=True)
+                )
             else:  # both products at once, each over its own half of the columns
                 decay, gate = torch.bmm(down.unflatten(-1, (2, -1)).transpose(0, 1), self._ups.mT)
             return Projected(mixed, decay.unflatten(-1, heads), beta, gate.unflatten(-1, heads))
@@ -130,13 +136,15 @@ class KDA(Joins, KeepsFp32):
             gate.unflatten(-1, heads),
         )
 
+    def joinable(self) -> list[Linear]:
+        """Return all products of the layer's input."""
+        gate = self.gate if self.settings.output_gate == "full" else self.gate_down
+        return [self.query, self.key, self.value, self.decay_down, gate, self.beta]
+
     def join(self) -> None:
-        """Lay the products that read the same input end to end in memory, so that they run as one: for answering."""
-        is_full = self.settings.output_gate == "full"
-        gate = self.gate if is_full else self.gate_down
-        products = (self.query, self.key, self.value, self.decay_down, gate, self.beta)
-        self.joined = join([product.weight for product in products])
-        if not is_full:
+        """Lay end to end in memory what may run as one: for answering."""
+        super().join()
+        if self.settings.output_gate != "full":
             self._ups = join([self.decay_up.weight, self.gate_up.weight]).unflatten(0, (2, -1))
         self._conv = join([self.query_conv, self.key_conv, self.value_conv])
 
@@ -147,11 +155,9 @@ class KDA(Joins, KeepsFp32):
         return [3 * inner, *downs, self.settings.num_heads]
 
     def _kernels(self) -> Float[Tensor, "C taps"]:
-        return (
-            torch.cat([self.query_conv, self.key_conv, self.value_conv])
-            if self.joined is None or self._conv is None
-            else self._conv
-        )
+        if self.joined is None or self._conv is None or torch.is_grad_enabled():
+            return torch.cat([self.query_conv, self.key_conv, self.value_conv])
+        return self._conv
 
     def _weights(self) -> Weights:
         lowest = self._lowest()
@@ -182,8 +188,8 @@ class KDA(Joins, KeepsFp32):
             starts = [start - memory.early for start in memory.layout.starts[count:]]
             slot = memory.slots[count:]
             mixed, window = short_conv(late.mixed, self._kernels(), cache.window[slot], starts)
-            activated = activate(late._replace(mixed=mixed), self._weights()) or self._activate(mixed, late)
-            result = kda(*activated, cache.state[slot], starts, lowest_log_decay=self._lowest())
+            is_fresh = all(part.position == 0 for part in memory.parts[count:])
+            result = self._walk(mixed, late, None if is_fresh else cache.state[slot], starts)
             cache.state[slot], cache.window[slot] = result.state, window.to(cache.window.dtype)
             gated.append(rms_norm.gated(result.read, late.gate, self.norm.weight, self.norm.eps, late.gate.dtype))
         return torch.cat(gated) if len(gated) > 1 else gated[0]

@@ -34,6 +34,19 @@ class Joins(nn.Module):
     joined: Tensor | None = None
     """The weights that lie end to end."""
 
+    def joinable(self) -> list[Linear]:
+        """Return the products that read the same input, in the order in which their weights are laid end to end."""
+        return []
+
+    def join(self) -> None:
+        """Lay these weights end to end in memory, so that they run as one product: for answering."""
+        self.joined = join([product.weight for product in self.joinable()])
+
+    def whole(self) -> Tensor | None:
+        """Return the joined weights where they serve: a gradient would end in them, unless they are a leaf for it."""
+        serves = self.joined is not None and (self.joined.requires_grad or not torch.is_grad_enabled())
+        return self.joined if serves else None
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         self.joined = None
         return super()._apply(fn, recurse)

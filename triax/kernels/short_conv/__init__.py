@@ -16,8 +16,18 @@ def short_conv(
     weight: Float[Tensor, "C taps"],
     window: Float[Tensor, "N past C"],
     starts: Sequence[int],
+    *,
+    wants_window: bool = True,
 ) -> tuple[Float[Tensor, "T C"], Float[Tensor, "N past C"]]:
-    """Weigh each token and those before it in its sequence, then apply SiLU; see `reference.short_conv`."""
+    """Weigh each token and those before it in its sequence, then apply SiLU; see `reference.short_conv`.
+
+    Args:
+        hidden: The stream.
+        weight: Kernel of each channel, the latest token's tap last.
+        window: Inputs before the first token of each sequence.
+        starts: First token of each sequence, and the number of tokens at the end.
+        wants_window: Whether the next window is needed; otherwise the given one may come back.
+    """
     if os.environ.get("TRIAX_KERNELS") == "reference":
         return reference.short_conv(hidden, weight, window, starts)
     if hidden.is_cuda:
@@ -27,6 +37,6 @@ def short_conv(
 
             reason = fused.unsupported(hidden, weight, window)
             if reason is None:
-                return fused.short_conv(hidden, weight, window, starts)
+                return fused.short_conv(hidden, weight, window, starts, wants_window=wants_window)
         warnings.warn(f"kernels.short_conv: no GPU kernel for {reason}; torch's operations run", stacklevel=2)
     return shifted.short_conv(hidden, weight, window, starts)

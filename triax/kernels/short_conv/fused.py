@@ -51,31 +51,50 @@ def forward(x, window, weight, rows, ages, y, T, C, x_row, BT: tl.constexpr, BC:
 
 @triton.jit
 @no_type_check
+def _weight(weight, channel, i: tl.constexpr, C, TAPS: tl.constexpr):
+    return tl.load(weight + channel * TAPS + TAPS - 1 - i, mask=channel < C, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+@no_type_check
 def backward_sums(upstream, x, window, weight, rows, ages, to_sum, to_weight, T, C, x_row, SPAN: tl.constexpr,
                   BT: tl.constexpr, BC: tl.constexpr, TAPS: tl.constexpr):  # fmt: skip
     """Write the gradient of the weighted sums and, for each span of tokens, a part [TAPS, C] of the weight's."""
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
-    place = tl.arange(0, TAPS)
-    parts = tl.zeros((TAPS, BC), tl.float32)
+    past: tl.constexpr = TAPS - 1
+    w0, w1 = _weight(weight, channel, 0, C, TAPS), _weight(weight, channel, 1, C, TAPS)
+    # sums over tokens are left to the end: a reduction in every turn would cost more than all loads
+    part0, part1 = tl.zeros((BT, BC), tl.float32), tl.zeros((BT, BC), tl.float32)
+    if TAPS == 4:
+        w2, w3 = _weight(weight, channel, 2, C, TAPS), _weight(weight, channel, 3, C, TAPS)
+        part2, part3 = tl.zeros((BT, BC), tl.float32), tl.zeros((BT, BC), tl.float32)
     for first in range(0, SPAN, BT):
         token = tl.program_id(0).to(tl.int64) * SPAN + first + tl.arange(0, BT)
         inside = (token[:, None] < T) & (channel[None, :] < C)
         age = tl.load(ages + token, mask=token < T, other=0)
         row = tl.load(rows + token, mask=token < T, other=0).to(tl.int64)
-        total = tl.zeros((BT, BC), tl.float32)
-        for i in tl.static_range(TAPS):
-            tap = tl.load(weight + channel * TAPS + TAPS - 1 - i, mask=channel < C, other=0.0).to(tl.float32)
-            total += tap[None, :] * _tapped(x, window, row, age, token, channel[None, :], inside, i, x_row, C, TAPS - 1)
+        met0 = _tapped(x, window, row, age, token, channel[None, :], inside, 0, x_row, C, past)
+        met1 = _tapped(x, window, row, age, token, channel[None, :], inside, 1, x_row, C, past)
+        total = w0 * met0 + w1 * met1
+        if TAPS == 4:
+            met2 = _tapped(x, window, row, age, token, channel[None, :], inside, 2, x_row, C, past)
+            met3 = _tapped(x, window, row, age, token, channel[None, :], inside, 3, x_row, C, past)
+            total += w2 * met2 + w3 * met3
         opened = tl.sigmoid(total)
         above = tl.load(upstream + token[:, None] * C + channel[None, :], mask=inside, other=0.0).to(tl.float32)
         above *= opened * (1 + total * (1 - opened))
         tl.store(to_sum + token[:, None] * C + channel[None, :], above, mask=inside)
-        for i in tl.static_range(TAPS):
-            met = _tapped(x, window, row, age, token, channel[None, :], inside, i, x_row, C, TAPS - 1)
-            found = tl.sum(above * met, 0)
-            parts = tl.where(place[:, None] == TAPS - 1 - i, parts + found[None, :], parts)
-    here = to_weight + tl.program_id(0).to(tl.int64) * TAPS * C + place[:, None] * C + channel[None, :]
-    tl.store(here, parts, mask=(channel < C)[None, :])
+        part0 += above * met0
+        part1 += above * met1
+        if TAPS == 4:
+            part2 += above * met2
+            part3 += above * met3
+    here = to_weight + (tl.program_id(0).to(tl.int64) * TAPS + past) * C + channel
+    tl.store(here, tl.sum(part0, 0), mask=channel < C)
+    tl.store(here - C, tl.sum(part1, 0), mask=channel < C)
+    if TAPS == 4:
+        tl.store(here - 2 * C, tl.sum(part2, 0), mask=channel < C)
+        tl.store(here - 3 * C, tl.sum(part3, 0), mask=channel < C)
 
 
 @triton.jit
@@ -99,7 +118,7 @@ def unsupported(hidden: Tensor, weight: Tensor, window: Tensor) -> str | None:
     """Say what of these inputs the kernels cannot take, if anything."""
     if hidden.dtype not in DTYPES or weight.dtype not in DTYPES:
         return f"dtype `{hidden.dtype}`"
-    if weight.shape[1] & (weight.shape[1] - 1) or weight.shape[1] < 2:
+    if weight.shape[1] not in (2, 4):
         return f"{weight.shape[1]} taps"
     return "a window that wants a gradient" if window.requires_grad and torch.is_grad_enabled() else None
 
@@ -109,8 +128,10 @@ def short_conv(
     weight: Float[Tensor, "C taps"],
     window: Float[Tensor, "N past C"],
     starts: Sequence[int],
+    *,
+    wants_window: bool = True,
 ) -> tuple[Float[Tensor, "T C"], Float[Tensor, "N past C"]]:
-    """Compute `reference.short_conv` with the GPU kernels or not at all; the window carries no gradient.
+    """Compute `short_conv` with the GPU kernels or not at all; the window carries no gradient.
 
     Raises:
         UnsupportedError: The kernels have no form for this dtype, number of taps or a gradient of the window.
@@ -118,12 +139,12 @@ def short_conv(
     reason = unsupported(hidden, weight, window)
     if reason is not None:
         raise UnsupportedError(
-            f"kernels.short_conv.fused: no kernel for {reason}; use bf16, fp16 or fp32 and a power of two of taps"
+            f"kernels.short_conv.fused: no kernel for {reason}; use bf16, fp16 or fp32 and two or four taps"
         )
     window = window.to(hidden.dtype)
     places = _places(tuple(starts), weight.shape[1] - 1, hidden.device)
     output = _ShortConv.apply(hidden, weight, window.contiguous(), places)
-    return output, next_window(hidden, window, tuple(starts), weight.shape[1])
+    return output, next_window(hidden, window, tuple(starts), weight.shape[1]) if wants_window else window
 
 
 class _Places(NamedTuple):
@@ -177,7 +198,7 @@ class _ShortConv(torch.autograd.Function):
         parts = hidden.new_empty(grid[0], taps, hidden.shape[1], dtype=torch.float32)
         launch(
             backward_sums, grid, grads[0].contiguous(), hidden, window, kernel, places.row, places.age, to_sum, parts,
-            *hidden.shape, hidden.stride(0), SPAN, *sizes, taps,
+            *hidden.shape, hidden.stride(0), SPAN, *sizes, taps, num_warps=8,
         )  # fmt: skip
         grid, sizes = _tiles(hidden.shape[0], hidden.shape[1], TOKENS)
         launch(backward_inputs, grid, to_sum, kernel, places.left, to_hidden, *hidden.shape, *sizes, taps)
