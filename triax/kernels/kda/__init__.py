@@ -18,9 +18,8 @@ from triax.kernels.kda.chunk import kda_chunk
 from triax.kernels.kda.decode import decode
 from triax.kernels.kda.raw import kda_from_raw
 from triax.kernels.kda.reference import KdaResult
-from triax.kernels.kda.slots import Projected, Weights
 
-__all__ = ["KdaResult", "SegmentMap", "activate", "kda", "kda_from_raw", "segment_map"]
+__all__ = ["KdaResult", "SegmentMap", "kda", "kda_from_raw", "segment_map"]
 
 
 class SegmentMap(NamedTuple):
@@ -54,7 +53,8 @@ def kda(
     read_t = memory_t^T query_t
 
     Gradients reach every tensor given. The memory is kept in fp32, or fp64 if an input is fp64, also under autocast.
-    On a GPU kernels do the work, with bf16 products where query, key and value are bf16; for shapes they cannot take
+    On a GPU kernels do the work, with bf16 products where query, key and value are bf16; those hold a gate without a
+    bound of -5 at -10, so that up to 4.5e-5 of a channel stays where less should. For shapes that kernels cannot take
     the chunk form runs, with one warning. With `TRIAX_KERNELS=reference` in the environment the definition runs token
     by token.
 
@@ -114,15 +114,6 @@ def kda(
         query, key, value, log_decay, beta, state, starts, states_at, float(lowest_log_decay), chunk, rows
     )
     return KdaResult(read, memory, interior)
-
-
-def activate(inputs: Projected, weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
-    """Return what `kda` takes of convolved inputs in one pass, where there is a kernel for that; no gradient."""
-    if not inputs.mixed.is_cuda or os.environ.get("TRIAX_KERNELS") == "reference" or find_spec("triton") is None:
-        return None
-    from triax.kernels.kda import activated
-
-    return activated.activate(inputs, weights) if activated.unsupported(inputs) is None else None
 
 
 def segment_map(
