@@ -89,15 +89,20 @@ def test_what_has_no_kernel_is_refused_by_name(fused):
 
 @pytest.mark.kernel
 def test_kernels_compile_for_hopper_without_spills(hopper):
-    arrays = {name: "*fp32" for name in ("probe", "weight", "score", "scale", "mass_log", "to_probe")}
-    types = arrays | {name: "*bf16" for name in ("rows", "mixed", "rest", "to_sources")}
+    arrays = {name: "*fp32" for name in ("probe", "weight", "score", "scale", "mass_log", "to_probe", "gain")}
+    types = arrays | {name: "*bf16" for name in ("rows", "mixed", "rest", "to_sources", "total", "normed")}
     types |= {"T": "i32u", "eps": "fp32", "gain_eps": "fp32"}
     constants = {"D": 7168, "BD": 8192, "J": 9, "STAGES": 4}
-    absent = dict.fromkeys(("addend", "total", "gain", "normed", "mass_log"))
+    mixes = constants | dict.fromkeys(("total", "gain", "normed", "mass_log")) | {"BJ": 16, "ADDS": 0}
+    adds = mixes | dict.fromkeys(("mixed", "rest", "weight", "score", "scale")) | {"ADDS": 1}
+    for given in ("total", "gain", "normed"):
+        del adds[given]
     module, options = "triax.kernels.attention_residual.fused", {"num_warps": 8}
     wanted = [
         {"module": module, "kernel": "forward", "types": types | {"away": ["i64"] * 9},
-         "constants": constants | absent | {"BJ": 16}, "options": options},
+         "constants": mixes, "options": {"num_warps": 4}},
+        {"module": module, "kernel": "forward", "types": types | {"away": ["i64"] * 10},
+         "constants": adds, "options": {"num_warps": 4}},
         {"module": module, "kernel": "backward", "types": types | {"away": ["i64"] * 12},
          "constants": constants, "options": options},
     ]  # fmt: skip
@@ -113,6 +118,18 @@ def test_kernels_compile_for_hopper_without_spills(hopper):
 def test_errors_on_a_gpu_stay_near_the_rounding_of_bf16(fused, length, width, num_sources):
     assert largest_error(fused, *place(length, width, num_sources, torch.bfloat16, "cuda")) < 6e-3
     assert largest_error(fused, *place(length, width, num_sources, torch.float32, "cuda")) < 1e-5
+
+
+@pytest.mark.gpu
+def test_a_gpu_adds_as_torch_rounds_and_mixes_and_normalises_the_sum(fused):
+    sources, norm, query = place(300, 7168, 9, torch.bfloat16, "cuda")
+    addend, gain = torch.randn(300, 7168).to("cuda", torch.bfloat16), torch.rand(7168).cuda()
+    found = fused.add_mix_norm(sources, addend, norm, query, 1e-6, gain, 1e-5)
+    total = sources[-1] + addend
+    assert torch.equal(found.total, total)
+    mixed, _ = reference.mix([x.double() for x in (*sources[:-1], total)], norm.double(), query.double(), 1e-6)
+    right = normalised(mixed, gain.double(), 1e-5)
+    assert ((found.normed.double() - right).norm() / right.norm()).item() < 6e-3
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from triax.errors import UnsupportedError
 from triax.kernels.device import launch
 
 # Measured on an H200 at width 7,168: rows on their way while one is summed, and numbers of a row for each warp.
-STAGES, ADDING_STAGES, BACKWARD_STAGES = 4, 3, 3
+STAGES, BACKWARD_STAGES = 4, 3
 FORWARD_NUMBERS, BACKWARD_NUMBERS = 2048, 1024
 PROGRAMS = 2  # a multiprocessor
 WIDEST = 16384
@@ -44,14 +44,14 @@ def _chosen(numbers, j, N: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def forward(rows, away, addend, total, probe, gain, mixed, rest, normed, weight, score, scale, mass_log, T, eps,
-            gain_eps, D: tl.constexpr, BD: tl.constexpr, J: tl.constexpr, BJ: tl.constexpr,
+def forward(rows, away, total, probe, gain, mixed, rest, normed, weight, score, scale, mass_log, T, eps, gain_eps,
+            D: tl.constexpr, BD: tl.constexpr, J: tl.constexpr, BJ: tl.constexpr, ADDS: tl.constexpr,
             STAGES: tl.constexpr):  # fmt: skip
     """Mix for the probe of the program's second number; every result has an outer axis for it.
 
     The rows of all tokens of a program follow each other in one pipelined loop. Source n lies `away[n]` numbers behind
-    `rows`; source 0 is the newest. With `addend` the newest is first that sum, written to `total`; with `gain` the
-    result is normalised; `rest` is what rounding took from `mixed`.
+    `rows`; source 0 is the newest. If it ADDS, an addend comes before it, to which the newest is added, and that sum is
+    written to `total`; with `gain` the result is normalised; `rest` is what rounding took from `mixed`.
     """
     column = tl.arange(0, BD)
     inside = column < D
@@ -61,25 +61,26 @@ def forward(rows, away, addend, total, probe, gain, mixed, rest, normed, weight,
     scores = tl.full((BJ,), float("-inf"), tl.float32)
     scales = tl.zeros((BJ,), tl.float32)
     mass, best = 0.0, -1e38
-    count = (T - tl.program_id(0) + tl.num_programs(0) - 1) // tl.num_programs(0) * J
+    each: tl.constexpr = J + ADDS
+    count = (T - tl.program_id(0) + tl.num_programs(0) - 1) // tl.num_programs(0) * each
     for i in tl.range(0, count, num_stages=STAGES):
-        j = i % J
-        token = tl.program_id(0) + i // J * tl.num_programs(0)
+        j = i % each - ADDS
+        token = tl.program_id(0) + i // each * tl.num_programs(0)
         at = tl.cast(token, tl.int64) * D + column
-        x = tl.load(rows + _chosen(away, j, J) + at, mask=inside, other=0.0).to(tl.float32)
-        if addend is not None:
-            x += tl.load(addend + at, mask=inside & (j == 0), other=0.0).to(tl.float32)
-            grown = x.to(rows.dtype.element_ty)
-            if j == 0:
+        x = tl.load(rows + _chosen(away, j + ADDS, each) + at, mask=inside, other=0.0).to(tl.float32)
+        if ADDS:  # noqa: SIM102 - when compiling, unlike the next
+            if j == 0:  # the result so far is the addend
+                grown = (x + result).to(rows.dtype.element_ty)
                 tl.store(total + at, grown, mask=inside)
-            x = grown.to(tl.float32)
+                x = grown.to(tl.float32)
         square, product = tl.reduce((x * x, x * vector), 0, _add_both)
         unit = tl.rsqrt(square / D + eps)
         found = product * unit
-        before = tl.where(j == 0, -1e38, best)
+        before = tl.where(j <= 0, -1e38, best)
         best = tl.maximum(before, found)
-        shrunk = tl.where(j == 0, 0.0, tl.exp(before - best))
-        share = tl.exp(found - best)
+        shrunk = tl.where(j <= 0, 0.0, tl.exp(before - best))
+        # Exactly one for the addend, whatever the compiler contracts, so that the sum is the one that torch rounds.
+        share = tl.where(j < 0, 1.0, tl.exp(found - best))
         mass = mass * shrunk + share
         result = result * shrunk + share * x
         scores = tl.where(place == j, found, scores)
@@ -238,12 +239,12 @@ def add_mix_norm(
     _require((*sources, addend))
     length, width = addend.shape
     result = Mixed(addend.new_empty(addend.shape), addend.new_empty(addend.shape))
-    added, *rows = _aligned((addend, *reversed(sources)))
+    rows = _aligned((addend, *reversed(sources)))
     if length:
         launch(
-            forward, (_programs(length, addend.device), 1), rows[0], _away(rows), added, result.total,
+            forward, (_programs(length, addend.device), 1), rows[0], _away(rows), result.total,
             norm.float() * query.float(), gain, None, None, result.normed, None, None, None, None, length, eps,
-            gain_eps, *_sizes(width, len(sources)), ADDING_STAGES, num_warps=_warps(width, FORWARD_NUMBERS),
+            gain_eps, *_sizes(width, len(sources)), 1, STAGES, num_warps=_warps(width, FORWARD_NUMBERS),
         )  # fmt: skip
     return result
 
@@ -275,9 +276,9 @@ def finished(
     rows = _aligned(sources)
     if length and places:
         launch(
-            forward, (_programs(length, rows[0].device), places), rows[0], _away(rows), None, None,
+            forward, (_programs(length, rows[0].device), places), rows[0], _away(rows), None,
             norms.float() * queries.float(), None, result.mixed, None, None, None, None, None, result.mass_log, length,
-            eps, eps, *_sizes(width, len(sources)), STAGES, num_warps=_warps(width, FORWARD_NUMBERS),
+            eps, eps, *_sizes(width, len(sources)), 0, STAGES, num_warps=_warps(width, FORWARD_NUMBERS),
         )  # fmt: skip
     return result
 
@@ -374,8 +375,8 @@ class _Mix(torch.autograd.Function):
         if length:
             newest_first = sources[::-1]
             launch(
-                forward, (_programs(length, probe.device), 1), newest_first[0], _away(newest_first), None, None, probe,
-                None, mixed, rest, None, weight, score, scale, None, length, eps, eps, *_sizes(width, len(sources)),
+                forward, (_programs(length, probe.device), 1), newest_first[0], _away(newest_first), None, probe,
+                None, mixed, rest, None, weight, score, scale, None, length, eps, eps, *_sizes(width, len(sources)), 0,
                 STAGES, num_warps=_warps(width, FORWARD_NUMBERS),
             )  # fmt: skip
         ctx.save_for_backward(probe, mixed, rest, weight, score, scale, *sources)
