@@ -79,8 +79,7 @@ def forward(rows, away, total, probe, gain, mixed, rest, normed, weight, score, 
         before = tl.where(j <= 0, -1e38, best)
         best = tl.maximum(before, found)
         shrunk = tl.where(j <= 0, 0.0, tl.exp(before - best))
-        # Exactly one for the addend, whatever the compiler contracts, so that the sum is the one that torch rounds.
-        share = tl.where(j < 0, 1.0, tl.exp(found - best))
+        share = tl.where(j < 0, 1.0, tl.exp(found - best))  # exactly one for the addend, whatever is contracted
         mass = mass * shrunk + share
         result = result * shrunk + share * x
         scores = tl.where(place == j, found, scores)
