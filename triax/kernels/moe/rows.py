@@ -15,7 +15,7 @@ from torch import Tensor
 
 from triax.kernels.device import launch
 
-PAIRS, BLOCKS, EXPERTS, TILES = 256, 128, 16, 64  # what a program counts at a time
+PAIRS, BLOCKS, EXPERTS, TILES = 128, 256, 4, 64  # what a program counts at a time
 WARPS = 4
 
 
@@ -111,9 +111,9 @@ def _spread(x, row, first, count, rows, E, L, K: tl.constexpr, TILE: tl.constexp
     if program < E:
         start = tl.load(first + program)
         pairs = tl.load(count + program)
-        for place in range(start + pairs, start + (pairs + TILE - 1) // TILE * TILE):
-            blank = tl.zeros((BLOCK,), rows.dtype.element_ty)
-            tl.store(rows + tl.cast(place, tl.int64) * L + column, blank, mask=inside)
+        blank = tl.zeros((BLOCK,), rows.dtype.element_ty)
+        for unused in range(start + pairs, start + (pairs + TILE - 1) // TILE * TILE):
+            tl.store(rows + tl.cast(unused, tl.int64) * L + column, blank, mask=inside)
     else:
         token = program - E
         values = tl.load(x + tl.cast(token, tl.int64) * L + column, mask=inside).to(rows.dtype.element_ty)
@@ -134,6 +134,18 @@ def _sum(rows, row, output, L, K: tl.constexpr, BLOCK: tl.constexpr):
         place = tl.load(row + token * K + choice).to(tl.int64)
         total += tl.load(rows + place * L + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(output + tl.cast(token, tl.int64) * L + column, total, mask=inside)
+
+
+@triton.jit
+@no_type_check
+def _collect(parts, row, output, P, R, PARTS, BLOCK: tl.constexpr):
+    """Add the parts of each pair's row, in order."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(row + pair, mask=pair < P, other=0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in range(PARTS):
+        total += tl.load(parts + tl.cast(part, tl.int64) * R + place, mask=pair < P, other=0.0)
+    tl.store(output + pair, total, mask=pair < P)
 
 
 def most_rows(pairs: int, num_experts: int, tile: int) -> int:
@@ -183,6 +195,14 @@ def sum_by_token(values: Float[Tensor, "R L"], rows: Rows, dtype: torch.dtype) -
     result = torch.empty(tokens, width, dtype=dtype, device=values.device)
     grid, block = _columns(tokens, width)
     launch(_sum, grid, values, rows.row, result, width, top_k, block, num_warps=WARPS)
+    return result
+
+
+def collect(parts: Float[Tensor, "parts R"], rows: Rows, dtype: torch.dtype) -> Float[Tensor, "T k"]:
+    """Return the sum of the parts of each pair's row."""
+    result = torch.empty(rows.row.shape, dtype=dtype, device=parts.device)
+    grid = (-(-result.numel() // PAIRS),)
+    launch(_collect, grid, parts, rows.row, result, result.numel(), *reversed(parts.shape), PAIRS, num_warps=WARPS)
     return result
 
 

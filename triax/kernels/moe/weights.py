@@ -24,10 +24,10 @@ def routed(weights: Stacks, rounded: Stacks | None, sums: Stacks | None) -> Stac
         rounded: Copies made earlier, in the format of the products.
         sums: Where gradients are added; the weights then receive none.
     """
-    if rounded is not None:
-        weights = Stacks(*(_Rounded.apply(*pair) for pair in zip(weights, rounded, strict=True)))
     if sums is not None:
         weights = Stacks(*(_Added.apply(*pair) for pair in zip(weights, sums, strict=True)))
+    if rounded is not None:
+        weights = Stacks(*(_Rounded.apply(*pair) for pair in zip(weights, rounded, strict=True)))
     return weights
 
 
