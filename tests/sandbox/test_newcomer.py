@@ -132,23 +132,3 @@ def test_an_answer_does_not_repeat_escape_sequences_of_names(server):
     with pytest.raises(SandboxException) as refused:
         Sandbox.create(metadata={"\x1b[31mred": "x"}, **server.options)
     assert str(refused.value).isprintable()
-
-
-def test_a_gvisor_sandbox_comes_back_though_a_command_was_only_just_started(tmp_path):
-    async def life():
-        backend = make("gvisor", tmp_path / "machines")
-        missing = [check for check in await backend.checks() if not check.ok]
-        if missing:
-            pytest.skip(f"gvisor cannot run here: {missing[0]}")
-        host = await Host.open(tmp_path / "state", backend)
-        try:
-            sandbox = await host.create(Spec(resources=Resources(memory_mib=512, disk_mib=32)))
-            for _ in range(2):
-                await sandbox.start("while :; do sleep 1; done")
-                await sandbox.suspend()
-                await sandbox.resume()
-            return (await sandbox.exec("echo on")).stdout
-        finally:
-            await host.close(keep=False)
-
-    assert asyncio.run(life()) == b"on\n"

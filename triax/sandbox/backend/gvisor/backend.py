@@ -1,7 +1,6 @@
 """What this host needs for gVisor, and how its machines are started, found and ended."""
 
 import asyncio
-import json
 import shutil
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from triax.sandbox.backend import grounded
 from triax.sandbox.backend.child import ran
 from triax.sandbox.backend.disk import copy_disk, empty_disk
 from triax.sandbox.backend.group import Hierarchies
-from triax.sandbox.backend.gvisor.bundle import extra, relay, resources
+from triax.sandbox.backend.gvisor.bundle import extra, held, relay, resources
 from triax.sandbox.backend.gvisor.machine import GvisorMachine
 from triax.sandbox.backend.layout import refuse_image, skeleton
 from triax.sandbox.protocol import Capabilities, Check, Spec
@@ -55,12 +54,12 @@ class GvisorBackend:
 
     async def restore(self, folder: Path, spec: Spec, id: str, generation: int) -> GvisorMachine:
         """Start a machine from a snapshot's memory, with a copy of its disk."""
-        held = json.loads((folder / "gvisor.json").read_text())
+        made = held(folder)
         found = {"image": spec.image, "resources": resources(spec), "version": await self.version()}
         for name, value in found.items():
-            if held[name] != value:
+            if made[name] != value:
                 raise SandboxError(
-                    f"snapshot {folder.name}: was taken with {name} `{held[name]}`; found `{value}`; ask for the same",
+                    f"snapshot {folder.name}: was taken with {name} `{made[name]}`; found `{value}`; ask for the same",
                     "refused",
                     status=409,
                 )

@@ -1,14 +1,18 @@
 """What a gVisor kernel is started with: its configuration, the relay, and what it finds on its disk."""
 
+import json
 import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from triax.errors import SandboxError
 from triax.sandbox.backend.layout import PATH
 from triax.sandbox.guest.build import cache_folder, compiled
 from triax.sandbox.protocol import Spec
 
+HELD = "gvisor.json"
 SOURCE = Path(__file__).with_name("relay.c")
 # what a container usually may do; none of it reaches the host's kernel
 ALLOWED = ["CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_KILL", "CAP_SETGID", "CAP_SETUID"]
@@ -53,12 +57,43 @@ def configuration(spec: Spec, id: str, relay: Path) -> dict[str, object]:
     }
 
 
-def relay() -> Path:
-    """Return the relay, compiled when it is first needed, in a folder of its own: that folder is shown inside.
+def held(folder: Path) -> dict[str, Any]:
+    """Return what was written beside a snapshot's memory.
 
     Raises:
-        SandboxError: This host has no C compiler.
+        SandboxError: It is no snapshot of gVisor's.
     """
+    try:
+        told = json.loads((folder / HELD).read_text())
+        return {name: told[name] for name in ("image", "resources", "version", "relay")}
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise SandboxError(
+            f"snapshot {folder.name}: is no snapshot of a gvisor sandbox, or of an older version; {problem!r}; make it "
+            "anew",
+            "refused",
+            status=409,
+        ) from None
+
+
+def relay(name: str | None = None) -> Path:
+    """Return the relay, compiled when it is first needed, in a folder of its own: that folder is shown inside.
+
+    Args:
+        name: Folder of the one that a snapshot's memory goes on in; none for that of this version.
+
+    Raises:
+        SandboxError: This host has no C compiler, or no longer that relay.
+    """
+    if name is not None:
+        kept = cache_folder() / Path(name).name / "relay"
+        if not kept.exists():
+            raise SandboxError(
+                f"snapshot: was taken with the helper program `{name}`, which is not in {cache_folder()}; put it back "
+                "there, or create the sandbox anew",
+                "refused",
+                status=409,
+            )
+        return kept
     built = compiled([SOURCE], "relay", cache_folder())
     folder = built.with_name(f"{built.name}.shown")
     shown = folder / "relay"

@@ -1,7 +1,6 @@
 """One machine on gVisor: its kernel in user space, its commands, and how it is put away and comes back."""
 
 import asyncio
-import itertools
 import json
 import os
 import secrets
@@ -19,7 +18,7 @@ from triax.sandbox.backend.child import Child, Spawned, ran
 from triax.sandbox.backend.disk import copy_disk, flush, ground_program, keep_disk, until_released
 from triax.sandbox.backend.files import ReachedFiles
 from triax.sandbox.backend.group import Group
-from triax.sandbox.backend.gvisor.bundle import ALLOWED, configuration, is_kernel, relay, resources
+from triax.sandbox.backend.gvisor.bundle import ALLOWED, HELD, configuration, held, is_kernel, relay, resources
 from triax.sandbox.backend.layout import PATH
 from triax.sandbox.backend.owned import COMMAND
 from triax.sandbox.backend.process import ended_meanwhile
@@ -37,6 +36,7 @@ USERS = {"root": 0, "user": 1000}
 HOME = "/root"
 OWN_MEMORY_MIB = 96  # what gVisor's kernel takes itself, beside the task's memory
 OWN_PROCESSES = 160  # its threads
+TASKS_OF_ONE = 32  # at most, that the host counts for each process inside; refused one, the kernel of gVisor ends
 START_S = 30.0
 NAME_CAPABILITY = "CAP_SYS_ADMIN"
 
@@ -53,13 +53,15 @@ class GvisorMachine(ReachedFiles):
         self.disk = self.folder / "disk.img"
         self.name = backend.prefix + id  # the host has one space of names for all its owners
         self.group = Group(backend.hierarchies, self.name)
+        self.relay = Path()
         self._holder: Spawned | None = None
         self._paused = False
         self._ended = False
         self._epoch = 0
+        self._open = asyncio.Event()
+        self._open.set()
         self._children: set[Child] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._numbers = itertools.count()
+        self._tasks: set[asyncio.Task[object]] = set()
 
     async def boot(self, memory: Path | None) -> None:
         """Start the kernel, afresh or from a snapshot's folder.
@@ -68,13 +70,12 @@ class GvisorMachine(ReachedFiles):
             SandboxError: It did not start.
         """
         own = self.spec.resources
-        self.group.make(
-            replace(own, memory_mib=own.memory_mib + OWN_MEMORY_MIB, processes=own.processes + OWN_PROCESSES)
-        )
-        shown = await asyncio.to_thread(relay)
+        tasks = own.processes * TASKS_OF_ONE + OWN_PROCESSES
+        self.group.make(replace(own, memory_mib=own.memory_mib + OWN_MEMORY_MIB, processes=tasks))
+        self.relay = await asyncio.to_thread(relay, held(memory)["relay"] if memory else None)
         bundle = self.folder / "bundle"
         bundle.mkdir(exist_ok=True)
-        (bundle / "config.json").write_text(json.dumps(configuration(self.spec, self.id, shown)))
+        (bundle / "config.json").write_text(json.dumps(configuration(self.spec, self.id, self.relay)))
         entrances = self.group.entrances()
         deed = ["restore", f"--image-path={memory}"] if memory else ["run"]
         inner = self.backend.runsc(*deed, "--detach", f"--bundle={bundle}", self.name)
@@ -170,7 +171,7 @@ class GvisorMachine(ReachedFiles):
             "TERM": "xterm-256color",
         }
         own |= {"TRIAX_SANDBOX": self.id, "TRIAX_GENERATION": str(self.generation)}
-        token = str(next(self._numbers))
+        token = secrets.token_hex(8)  # unlike that of any command that came along from before a restore
         whole = own | variables(self.spec.env) | variables(env) | {COMMAND: token}
         inside = [f"--env={name}={value}" for name, value in whole.items()]
         capabilities = [f"--cap={name}" for name in ALLOWED]
@@ -186,13 +187,15 @@ class GvisorMachine(ReachedFiles):
             folder,
             *words(argv),
         ]
+        await self._open.wait()  # what starts while memory is written would take the host's descriptors into it
+        self._must_live()
         ends = Ends(None)
         spawned = Spawned(self.backend.runsc("exec", *run), ends, env={"PATH": os.defpath})
 
         def send(number: int) -> None:
             # the relay hands signals on; for the one that ends all it has a word of its own
             sent = signal.SIGUSR2 if number == signal.SIGKILL else number
-            task = asyncio.ensure_future(self._tell(int(sent), token))
+            task: asyncio.Task[object] = asyncio.ensure_future(self._hand_on(int(sent), token))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -213,8 +216,13 @@ class GvisorMachine(ReachedFiles):
                 f"cwd {folder!r}: cannot be entered; make the folder first", "refused", status=404
             ) from error
 
-    async def _tell(self, number: int, token: str) -> None:
-        await ran(self.backend.runsc("exec", self.name, RELAY, "tell", str(number), token), timeout_s=START_S)
+    async def _hand_on(self, number: int, token: str) -> None:
+        await self._open.wait()
+        if not self._ended:
+            await self._tell(number, token)
+
+    async def _tell(self, number: int, token: str) -> Result:
+        return await ran(self.backend.runsc("exec", self.name, RELAY, "tell", str(number), token), timeout_s=START_S)
 
     def _described(self, result: Result, epoch: int, begun: bool) -> Result:
         if self._ended or self._epoch != epoch or self.group.out_of_memory():
@@ -275,17 +283,17 @@ class GvisorMachine(ReachedFiles):
 
     async def fork(self, ids: Sequence[str]) -> "Sequence[Machine | SandboxError]":
         """Write memory and files once, go on from them, and start every copy from them."""
-        held = self.folder / "copy"
-        held.mkdir()
+        copy = self.folder / "copy"
+        copy.mkdir()
         try:
             was_paused = self._paused
-            await self._checkpoint(held)
-            await self._go_on(held)
+            await self._checkpoint(copy)
+            await self._go_on(copy)
             if was_paused:
                 await self.pause()
-            return await asyncio.gather(*(self._copy(held, id) for id in ids))
+            return await asyncio.gather(*(self._copy(copy, id) for id in ids))
         finally:
-            await asyncio.to_thread(shutil.rmtree, held, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, copy, ignore_errors=True)
 
     async def _copy(self, folder: Path, id: str) -> "Machine | SandboxError":
         try:
@@ -296,12 +304,23 @@ class GvisorMachine(ReachedFiles):
     async def _checkpoint(self, folder: Path) -> None:
         """End the kernel with its memory and disk in a folder; until the kernel has ended a failure changes nothing."""
         self._must_live()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        self._open.clear()
+        try:
+            await self._write(folder)
+        except BaseException:
+            self._open.set()
+            raise
+
+    async def _write(self, folder: Path) -> None:
         if self._paused:
             self.group.thaw()
             self._paused = False
         await self._detach()
-        held = {"image": self.spec.image, "resources": resources(self.spec), "version": await self.backend.version()}
-        (folder / "gvisor.json").write_text(json.dumps(held))
+        wanted = {"image": self.spec.image, "resources": resources(self.spec), "version": await self.backend.version()}
+        # the memory goes on in the very program that is written in it
+        (folder / HELD).write_text(json.dumps(wanted | {"relay": self.relay.parent.name}))
         written = await ran(
             self.backend.runsc("checkpoint", f"--image-path={folder}", self.name), timeout_s=START_S * 2
         )
@@ -317,18 +336,32 @@ class GvisorMachine(ReachedFiles):
         await self._stop()
         self.disk.unlink()
         await copy_disk(folder / "disk.img", self.disk)
-        await self.boot(folder)
+        try:
+            await self.boot(folder)
+        finally:
+            self._open.set()
 
     async def _detach(self) -> None:
-        """Make every relay let go of the host, without which the sandbox could not be restored."""
+        """Make every relay let go of the host, without which the sandbox could not be restored.
+
+        Raises:
+            SandboxError: One did not; nothing changed for those that did but that the host hears no more of them.
+        """
         waiting = [child for child in self._children if child.running]
         # a relay that is only on its way in would hear nothing, and take the host's descriptors into the memory
-        with suppress(TimeoutError):
-            async with asyncio.timeout(START_S):
-                while any(child.running and not child.begun for child in waiting):
-                    await asyncio.sleep(0.005)
+        give_up = asyncio.get_running_loop().time() + START_S
+        while any(child.running and not child.begun for child in waiting):
+            if asyncio.get_running_loop().time() > give_up:
+                raise SandboxError(
+                    f"sandbox {self.id}: a command that was started has not begun in {START_S:g} s; the host is "
+                    "overloaded, or the sandbox has no process left to give; try again"
+                )
+            await asyncio.sleep(0.005)
         if waiting:
-            await self._tell(signal.SIGUSR1, "all")
+            told = await self._tell(signal.SIGUSR1, "all")
+            if told.outcome != "ok" or told.exit_code != 0:
+                said = told.stderr.decode(errors="replace").strip()[:300] or told.detail or "it said nothing"
+                raise SandboxError(f"sandbox {self.id}: a command does not let go of the host; {said}; try again")
         self._epoch += 1
 
     async def _stop(self) -> None:
@@ -346,6 +379,7 @@ class GvisorMachine(ReachedFiles):
     async def kill(self) -> None:
         """End its kernel, and remove the disk."""
         self._ended = True
+        self._open.set()
         await self._stop()
         for child in self._children:
             child.release()

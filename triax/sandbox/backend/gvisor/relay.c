@@ -12,6 +12,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,7 +22,7 @@
 enum { CHUNK = 65536, AT_FOLDER = 124, MOST = 65536 };
 
 static pid_t command;
-static char *token;
+static char *token, *deed;
 static volatile sig_atomic_t detach, ended, doomed;
 
 static void on_signal(int number) {
@@ -89,6 +90,7 @@ static void let_go(void) {
     int nothing = open("/dev/null", O_RDWR);
     for (int fd = 0; fd < 3; fd++) dup2(nothing, fd);
     if (nothing > 2) close(nothing);
+    memcpy(deed, "off", 3); /* who told us looks at our command line to know that it is done */
 }
 
 /* Carries what is there; returns whether the source is still open. */
@@ -182,10 +184,11 @@ static int run(char *folder, char **arguments) {
     return WEXITSTATUS(status);
 }
 
-/* Signals the relay with a token, or every relay. */
+/* Signals the relay with a token, or every relay that still holds the host; returns how many were told. */
 static int tell(int number, char *wanted) {
     DIR *folder = opendir("/proc");
-    if (!folder) return 1;
+    int count = 0;
+    if (!folder) return 0;
     for (struct dirent *entry; (entry = readdir(folder));) {
         char path[300], text[128] = "";
         snprintf(path, sizeof path, "/proc/%s/cmdline", entry->d_name);
@@ -193,22 +196,41 @@ static int tell(int number, char *wanted) {
         if (fd < 0) continue;
         ssize_t size = read(fd, text, sizeof text - 1);
         close(fd);
-        static const char start[] = "/run/triax/relay\0run";
-        if (size <= (ssize_t)sizeof start || memcmp(text, start, sizeof start)) continue;
-        if (!strcmp(wanted, "all") || !strcmp(wanted, text + sizeof start)) kill(pid, number);
+        static const char start[] = "/run/triax/relay\0run", off[] = "/run/triax/relay\0off";
+        bool holds = size > (ssize_t)sizeof start && !memcmp(text, start, sizeof start);
+        bool relays = holds || (size > (ssize_t)sizeof off && !memcmp(text, off, sizeof off));
+        bool meant = strcmp(wanted, "all") ? relays && !strcmp(wanted, text + sizeof start) : holds;
+        if (meant) count += kill(pid, number) == 0;
     }
     closedir(folder);
-    usleep(30000); /* three times as long as a relay takes to notice */
+    return count;
+}
+
+/* A command between its fork and its program looks like a relay; it does not stay one for long. */
+static int tell_all_until_done(int number) {
+    for (int tries = 0; tell(number, "all"); tries++) {
+        if (tries > 1500) {
+            dprintf(2, "some relays still hold the host\n");
+            return 1;
+        }
+        usleep(10000);
+    }
     return 0;
 }
 
 int main(int num_arguments, char **arguments) {
     if (num_arguments > 4 && !strcmp(arguments[1], "run")) {
+        deed = arguments[1];
         token = arguments[2];
         return run(arguments[3], arguments + 4);
     }
     if (num_arguments == 3 && !strcmp(arguments[1], "name")) return sethostname(arguments[2], strlen(arguments[2])) != 0;
-    if (num_arguments == 4 && !strcmp(arguments[1], "tell")) return tell(atoi(arguments[2]), arguments[3]);
+    if (num_arguments == 4 && !strcmp(arguments[1], "tell")) {
+        int number = atoi(arguments[2]);
+        if (!strcmp(arguments[3], "all")) return tell_all_until_done(number);
+        tell(number, arguments[3]);
+        return 0;
+    }
     if (num_arguments == 2 && !strcmp(arguments[1], "first"))
         for (;;)
             if (waitpid(-1, NULL, 0) < 0) usleep(100000);
