@@ -11,6 +11,7 @@ from torch import Tensor
 
 from triax.errors import UnsupportedError
 from triax.kernels.device import assembler
+from triax.kernels.kda.direct import Pass, with_gradient
 from triax.kernels.kda.flash_backward import gradients, scan_back
 from triax.kernels.kda.flash_forward import prepare, scan
 from triax.kernels.kda.hopper import passes
@@ -45,6 +46,10 @@ class RunTable(NamedTuple):
     starts: tuple[int, ...]
     states_at: tuple[int, ...]
     """What the table was made of."""
+
+    def interior_of(self, states: Float[Tensor, "slots H K V"]) -> Float[Tensor, "M H K V"]:
+        """Return the wanted ones of the states after all runs; none without asking the GPU for any."""
+        return states[list(self.interior)] if self.interior else states.new_empty(0, *states.shape[1:])
 
 
 @lru_cache(maxsize=32)
@@ -152,7 +157,7 @@ def kda(
         query, key = ungrouped(query, value.shape[1]), ungrouped(key, value.shape[1])
     inputs = (query, key, value, log_decay, beta, state)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    read, final, interior, *_ = kda_flash(*inputs, list(starts), list(states_at), anchored, keep)
+    read, final, interior, *_ = _forward(*inputs, list(starts), list(states_at), anchored, keep)
     return KdaResult(read, final, interior)
 
 
@@ -246,8 +251,7 @@ def ends_of(table: RunTable, d_final: Tensor, d_interior: Tensor) -> Tensor:
     return ends
 
 
-@torch.library.custom_op("triax::kda_flash", mutates_args=())
-def kda_flash(
+def _flash(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -283,11 +287,10 @@ def kda_flash(
         num_warps=launch.scan_warps, num_stages=launch.stages,
     )  # fmt: skip
     final = ends[:sequences].clone() if table.num_slots > sequences else ends
-    return read, final, ends[list(table.interior)], states, written
+    return read, final, table.interior_of(ends), states, written
 
 
-@torch.library.custom_op("triax::kda_flash_backward", mutates_args=())
-def kda_flash_backward(
+def _flash_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -356,6 +359,10 @@ def kda_flash_shapes(
     )
 
 
+kda_flash = torch.library.custom_op("triax::kda_flash", _flash, mutates_args=())
+kda_flash_backward = torch.library.custom_op("triax::kda_flash_backward", _flash_backward, mutates_args=())
+
+
 @kda_flash.register_fake
 def _(query, key, value, log_decay, beta, state, starts, states_at, anchored, keep):
     return kda_flash_shapes(key, value, starts, states_at, keep, _product_dtype(query, key, value))
@@ -367,16 +374,4 @@ def _(query, key, value, log_decay, beta, states, written, d_read, d_final, *_re
     return *(x.new_empty(x.shape) for x in inputs), d_final.new_empty(d_final.shape, dtype=torch.float32)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:5], *output[3:])
-    ctx.mark_non_differentiable(*output[3:])
-    ctx.state_dtype = None if inputs[5] is None else inputs[5].dtype
-    ctx.numbers = inputs[6:9]
-
-
-def _backward(ctx: Any, d_read: Tensor, d_final: Tensor, d_interior: Tensor, *_rest: Tensor) -> tuple[Any, ...]:
-    *streams, d_state = kda_flash_backward(*ctx.saved_tensors, d_read, d_final, d_interior, *ctx.numbers)
-    return *streams, None if ctx.state_dtype is None else d_state.to(ctx.state_dtype), None, None, None, None
-
-
-kda_flash.register_autograd(_backward, setup_context=_save)
+_forward = with_gradient(Pass(_flash, kda_flash), Pass(_flash_backward, kda_flash_backward), num_streams=5)

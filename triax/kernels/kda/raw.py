@@ -6,13 +6,13 @@ On Hopper the kernels apply them in registers, forward and backward, so that not
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from triax.kernels.kda.direct import Pass, with_gradient
 from triax.kernels.kda.reference import KdaResult, state_dtype
 from triax.kernels.kda.slots import UNIT_EPS
 
@@ -94,7 +94,7 @@ def kda_from_raw(
             operation.check_numbers(tuple(starts), tuple(states_at), lowest_log_decay, None)
             inputs = (query, key, value, gate, beta, rates, biases, state)
             keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-            read, final, interior, *_ = kda_raw(*inputs, list(starts), list(states_at), lowest_log_decay, keep)
+            read, final, interior, *_ = _run(*inputs, list(starts), list(states_at), lowest_log_decay, keep)
             return KdaResult(read, final, interior)
     query, key, log_decay, beta = activate(query, key, gate, beta, rates, biases, lowest_log_decay)
     return operation.kda(
@@ -102,8 +102,7 @@ def kda_from_raw(
     )
 
 
-@torch.library.custom_op("triax::kda_raw", mutates_args=())
-def kda_raw(
+def _raw(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -127,8 +126,7 @@ def kda_raw(
     return passes.forward(query, key, value, gate, beta, state, table, keep, rows_anchored(lowest, query.dtype), raw)
 
 
-@torch.library.custom_op("triax::kda_raw_backward", mutates_args=())
-def kda_raw_backward(
+def _raw_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -163,6 +161,10 @@ def kda_raw_backward(
     return of.query, of.key, of.value, of.log_decay.to(gate.dtype), d_beta, d_rates, d_biases, d_state
 
 
+kda_raw = torch.library.custom_op("triax::kda_raw", _raw, mutates_args=())
+kda_raw_backward = torch.library.custom_op("triax::kda_raw_backward", _raw_backward, mutates_args=())
+
+
 @kda_raw.register_fake
 def _(query, key, value, gate, beta, rates, biases, state, starts, states_at, lowest, keep):
     from triax.kernels.kda.flash import kda_flash_shapes
@@ -176,17 +178,4 @@ def _(query, key, value, gate, beta, rates, biases, states, written, d_read, d_f
     return *(x.new_empty(x.shape) for x in inputs), d_final.new_empty(d_final.shape, dtype=torch.float32)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:7], *output[3:])
-    ctx.mark_non_differentiable(*output[3:])
-    ctx.state_dtype = None if inputs[7] is None else inputs[7].dtype
-    ctx.numbers = inputs[8:11]
-
-
-def _backward(ctx: Any, d_read: Tensor, d_final: Tensor, d_interior: Tensor, *_rest: Tensor) -> tuple[Any, ...]:
-    *streams, d_state = kda_raw_backward(*ctx.saved_tensors, d_read, d_final, d_interior, *ctx.numbers)
-    d_state = None if ctx.state_dtype is None else d_state.to(ctx.state_dtype)
-    return *streams, d_state, None, None, None, None
-
-
-kda_raw.register_autograd(_backward, setup_context=_save)
+_run = with_gradient(Pass(_raw, kda_raw), Pass(_raw_backward, kda_raw_backward), num_streams=7)

@@ -40,7 +40,7 @@ def forward(
         before = launch.segment_states(value, state, cut, records)
         launch.scan(value, before, cut, records, ends, read, *kept)
     final = ends[:sequences].clone() if len(ends) > sequences else ends
-    return read, final, ends[list(table.interior)], states, written
+    return read, final, table.interior_of(ends), states, written
 
 
 def backward(
