@@ -206,6 +206,18 @@ def test_pauses_hold_finish_or_end_what_runs(small, tokenizer):
     engine.resume()
     said = [(info.token, info.logprob) for _ in range(12) for update in engine.step() for info in update.tokens]
     assert said[-7:] == expected["x"][-7:]
+    engine.add(ask("c"))
+    engine.step()
+    engine.pause("wait")
+    engine.add(ask("later"))
+    updates = []
+    while engine.has_work:
+        updates += engine.step()
+    assert {update.id for update in updates} == {"c"}, "what came before is worked off, what came later waits"
+    assert updates[-1].finish_reason == "length"
+    engine.pause("keep")
+    engine.resume()
+    assert run(engine, ask("last"))[0]["later"] == expected["x"]
     engine.add(ask("b"))
     engine.step()
     engine.pause("abort")

@@ -76,6 +76,8 @@ class DiskPool(Settings):
     """Folder, made if it is not there; only an engine with the same weights reuses what it finds."""
     memory_bytes: PositiveInt = 64 << 30
     """Bytes that it may grow to."""
+    save_s: PositiveFloat = 5.0
+    """Seconds after which a busy engine writes the next snapshot; an idle one writes all that are left."""
 
 
 class Caching(Settings):
@@ -104,6 +106,8 @@ class Drafting(Settings):
 
     kind: Literal["ngram", "model"] = "ngram"
     """Copied from the sequence's own text, or by a small model."""
+    model: str = ""
+    """Folder of the small model (kind `model`), as of any other; it needs the same tokenizer."""
     max_drafts: int = Field(4, ge=1, le=16)
     """Most drafts a step."""
     ngram: PositiveInt = 3

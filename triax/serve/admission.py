@@ -35,7 +35,30 @@ class Admission:
         """Whether the latest `start` ended because there was no room."""
         self.num_deferred = 0
         """How often a sequence has waited for a prefix on its way."""
+        self._held: list[Sequence] | None = None
         self._waiting: dict[str, list[tuple[tuple[int, int], Sequence]]] = {name: [] for name in settings.classes}
+
+    def hold(self) -> None:
+        """Let sequences that enter from now on wait outside until `release`."""
+        self._held = self._held or []
+
+    def release(self) -> None:
+        """Let sequences that were held take their turn."""
+        for sequence in self._held or ():
+            self.push(sequence)
+        self._held = None
+
+    @property
+    def num_held(self) -> int:
+        """Sequences that wait for `release`."""
+        return sum(not one.is_closing for one in self._held or ())
+
+    def enter(self, sequence: Sequence) -> None:
+        """Take in a new sequence."""
+        if self._held is None:
+            self.push(sequence)
+        else:
+            self._held.append(sequence)
 
     def push(self, sequence: Sequence) -> None:
         """Let a sequence wait in its class."""

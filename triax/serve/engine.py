@@ -166,8 +166,7 @@ class Engine:
             self.store.poison("slot", self.manager.tiers.slots.free())
             self.store.poison("page", self.manager.tiers.pages.free())
             self.check_invariants()
-        if not self.scheduler.has_work:
-            self.saved.save_some()
+        self.saved.save_some(is_idle=not self.scheduler.has_work)
         self._time_s += time.perf_counter() - started
         told, self._told = self._told, []
         return told
@@ -230,22 +229,27 @@ class Engine:
         assert self.drafter is not None
         return self.drafter.propose(sequence.number, sequence.tokens, most)
 
+    def rest(self) -> bool:
+        """Do a little of what can wait until nothing runs; False once all is done."""
+        return self.saved.save_some(is_idle=True) > 0
+
     # weights
 
     def pause(self, mode: PauseMode) -> None:
         """Stop answering before the weights change.
 
         Args:
-            mode: `abort` ends all requests; `wait` works off those that run, which takes further steps, and refuses
-                none; `keep` holds them as they are until `resume`.
+            mode: `abort` ends all requests, `wait` works them off, `keep` holds them; later ones begin after `resume`.
         """
         if mode == "abort":
             for number in list(self._going):
                 self._end(number, "abort")
+        self.scheduler.admission.hold()
         self._pause = mode
 
     def resume(self) -> None:
         """Go on."""
+        self.scheduler.admission.release()
         self._pause = None
 
     def update_weights(self, source: Path | Mapping[str, Tensor]) -> int:
@@ -282,8 +286,6 @@ class Engine:
         """Save what outlives the process."""
         self.saved.close()
 
-    # looking in
-
     def check_invariants(self) -> None:
         """Compare the books of the cache with the sequences that live.
 
@@ -306,8 +308,6 @@ class Engine:
         """Return what the cache holds and, where it serves nobody, why."""
         sizes = {"page_bytes": self.store.device.page_bytes, "slot_bytes": self.store.device.slot_bytes}
         return {"weight_version": self.weight_version, **sizes, **report(self.manager)}
-
-    # in one call
 
     def generate(
         self,
@@ -373,8 +373,8 @@ class Engine:
         return (update.text for update in self._updates([request]) if update.text)
 
     def _request(self, prompt: Prompt, max_tokens: int, how: Sampling, seed: int) -> Request:
-        name = f"generate-{next(self._names)}"
-        return request_of(name, prompt, self.tokenizer, self.context, max_tokens, how, seed)
+        id_ = f"generate-{next(self._names)}"
+        return request_of(id_, prompt, self.tokenizer, self.context, max_tokens, how, seed)
 
     def _updates(self, requests: Sequence[Request]) -> Iterator[Update]:
         """Step until all these requests have ended; updates of others wait for the next `step`."""

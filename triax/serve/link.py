@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import zmq
 import zmq.asyncio
+from msgspec.structs import replace
 
 from triax.config.serve import Serve
 from triax.errors import TriaxError
@@ -25,6 +26,8 @@ PATIENCE = 5
 LONGEST_PAUSE_S = 30.0
 SIGN_OF_LIFE_S = 10.0
 """Longest silence towards a client that waits."""
+AGAIN = -1
+"""Number of the question by which a new process gets the weights of the one before it."""
 STOP_S = 30.0
 """Seconds that the engine gets to save what outlives it."""
 
@@ -100,6 +103,8 @@ class Link:
         """Why the engine cannot run, where `status` is `failed`."""
         self.failure_kind = ""
         self.num_deaths = 0
+        self.lack = ""
+        """Why a new process does not have the weights that the one before it was given; then it answers nobody."""
         self.has_changed = asyncio.Event()
         """Set whenever `status` changes."""
         self.waiting: set[str] = set()
@@ -116,6 +121,8 @@ class Link:
         self._folder = tempfile.TemporaryDirectory(prefix="triax-")
         self._task: asyncio.Task[None] | None = None
         self._vain = 0
+        self._given: dict[str, str] | None = None
+        self._version = 0
 
     @property
     def num_active(self) -> int:
@@ -193,19 +200,46 @@ class Link:
             EngineAbsent: There is no engine.
             TimeoutError: Those that run do not end in time.
         """
+        was_open = self.is_open.is_set()
         self.is_open.clear()
-        if mode == "abort":
-            await self.ask("pause", timeout_s, mode="abort")
-        if mode != "keep":
-            async with asyncio.timeout(timeout_s):
-                while self._boxes:
-                    await asyncio.sleep(0.01)
-        await self.ask("pause", timeout_s, mode="keep")
+        try:
+            if mode == "abort":
+                await self.ask("pause", timeout_s, mode="abort")
+            if mode != "keep":
+                async with asyncio.timeout(timeout_s):
+                    while self._boxes:
+                        await asyncio.sleep(0.01)
+            await self.ask("pause", timeout_s, mode="keep")
+        except BaseException:
+            if was_open:  # who asked was told that nothing is paused
+                self.is_open.set()
+            raise
 
     async def resume(self, timeout_s: float) -> None:
         """Let all requests go on."""
         await self.ask("resume", timeout_s)
         self.is_open.set()
+
+    async def update_weights(self, timeout_s: float, **given: str) -> int:
+        """Give the engine other weights, which a process after this one gets too; returns their version.
+
+        Args:
+            timeout_s: How long it may take.
+            given: `path` of a checkpoint, or the name of a segment as `shared_memory`.
+
+        Raises:
+            EngineAbsent: There is no engine.
+            EngineLost: It ended meanwhile.
+            Refusal: They do not fit; the old ones stay.
+            TimeoutError: It did not answer in time.
+        """
+        if self.lack:
+            given = {**given, "version": str(self._version + 1)}
+        told = await self.ask("update_weights", timeout_s, **given)
+        self._given, self._version, self.lack = given, told["weight_version"], ""
+        if self.facts is not None:
+            self.facts = replace(self.facts, weight_version=self._version)
+        return self._version
 
     async def ask(self, task: wire.Task, timeout_s: float, **arguments: str) -> Any:
         """Ask the engine and return its answer.
@@ -230,6 +264,8 @@ class Link:
             raise EngineAbsent("server: is stopping; found no engine that takes requests; ask another server")
         if self._socket is None or self.status in ("loading", "restarting", "failed"):
             raise EngineAbsent(f"server: the engine is {self.status}; found {self.stage}; send the request again later")
+        if self.lack and isinstance(message, wire.Add):
+            raise EngineAbsent(f"server: the engine lacks its weights; {self.lack}; call /admin/update_weights")
         self._socket.send(wire.encode(message))  # never blocks: the queue has no limit of its own
 
     def _change(self, status: Status) -> None:
@@ -290,6 +326,16 @@ class Link:
                 self.stage, self.share = stage, share
             case wire.Ready(facts):
                 self.facts, self.stage, self.share = facts, "ready", 1.0
+                if self._given is None or self._socket is None:
+                    self._change("ready")
+                else:
+                    self.stage = "weights of the latest update"
+                    given = self._given | {"version": str(self._version)}
+                    self._socket.send(wire.encode(wire.Ask(AGAIN, "update_weights", given)))
+            case wire.Answer(number, _, _, text) if number == AGAIN:
+                self.lack, self.stage = text, "ready"
+                if self.facts is not None and not text:
+                    self.facts = replace(self.facts, weight_version=self._version)
                 self._change("ready")
             case wire.Refused(id_, kind, text):
                 if (box := self._boxes.get(id_)) is not None:

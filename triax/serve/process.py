@@ -41,20 +41,22 @@ class Host:
     def __init__(self, socket: "zmq.Socket[bytes]", engine: Any) -> None:
         self.socket, self.engine = socket, engine
         self.is_stopping = False
-        self._was_busy = False
         self._parent = os.getppid()
 
     def run(self) -> None:
         """Serve until told to stop or orphaned."""
+        was_busy = has_rest = False
         while not self.is_stopping and os.getppid() == self._parent:
-            self._take(0 if self.engine.has_work else IDLE_MS)
+            self._take(0 if self.engine.has_work or has_rest else IDLE_MS)
             if self.engine.has_work:
-                self._was_busy = True
+                was_busy = True
                 if updates := self.engine.step():
                     self.send(wire.News(updates))
-            elif self._was_busy:
-                self._was_busy = False
+            elif was_busy:
+                was_busy, has_rest = False, True
                 self._check()
+            elif has_rest:
+                has_rest = self.engine.rest()
 
     def _check(self) -> None:
         """Compare the books while nothing runs: a leak is a line of the log today, not an outage next week."""
@@ -100,7 +102,10 @@ class Host:
             return engine.metrics()
         if task == "cache":
             return engine.cache_report()
-        return {"weight_version": engine.update_weights(weights_from(arguments))}
+        version = engine.update_weights(weights_from(arguments))
+        if "version" in arguments:  # a process before this one had counted so far
+            engine.weight_version = version = int(arguments["version"])
+        return {"weight_version": version}
 
 
 def weights_from(arguments: dict[str, str]) -> Any:

@@ -1,5 +1,6 @@
 """An engine's prefixes on disk: under names that only the same weights and the same bytes have."""
 
+import time
 from pathlib import Path
 
 from triax.config.serve import Serve
@@ -25,6 +26,7 @@ class Saved:
     def __init__(self, settings: Serve, model: Decoder, manager: Manager, store: Store) -> None:
         self._settings, self._model, self._manager, self._store = settings, model, manager, store
         self._disk: Disk | None = None
+        self._saved_s = time.monotonic()
         self.open()
 
     def open(self) -> None:
@@ -41,10 +43,16 @@ class Saved:
         layout = f"{settings.cache.page_tokens} {arena.state.dtype} {arena.latent.dtype} {arena.latent.device.type}"
         return f"{fingerprint(self._model)} {layout} {settings.is_deterministic}"
 
-    def save_some(self) -> None:
-        """Write a few snapshots, when there is nothing better to do."""
-        if self._disk is not None:
-            self._disk.save(self._manager, self._store, SAVED_WHEN_IDLE)
+    def save_some(self, *, is_idle: bool) -> int:
+        """Write a few snapshots where nothing else is to be done, else one from time to time; returns how many."""
+        disk, settings = self._disk, self._settings.cache.disk
+        if disk is None or settings is None or not self._manager.unsaved:
+            return 0
+        now = time.monotonic()
+        if not is_idle and now - self._saved_s < settings.save_s:
+            return 0
+        self._saved_s = now
+        return disk.save(self._manager, self._store, SAVED_WHEN_IDLE if is_idle else 1)
 
     def close(self) -> None:
         """Write the rest and let others use the folder."""

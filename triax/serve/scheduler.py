@@ -63,7 +63,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether there is anything to plan or to commit."""
-        return bool(self.sequences or self.running or self._open)
+        return bool(self.running or self._open or len(self.sequences) > self.admission.num_held)
 
     @property
     def num_in_flight(self) -> int:
@@ -86,7 +86,7 @@ class Scheduler:
         sequence = Sequence.of(self._next_number, request, self._class_of(request), now)
         self._next_number += 1
         self.sequences[sequence.number] = sequence
-        self.admission.push(sequence)
+        self.admission.enter(sequence)
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (now + request.deadline_s, sequence.number))
         return sequence

@@ -155,6 +155,7 @@ def test_no_operation_lets_a_request_see_what_is_not_its_own(simulation):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(7200)
 def test_no_operation_lets_a_request_see_what_is_not_its_own_in_many_lives(simulation):
     lived(simulation, 4000, steps=50)
 

@@ -55,7 +55,7 @@ class Served:
 
     def post(self, path: str, tree: object, **options) -> httpx.Response:
         headers = {"content-type": "application/json"} | options.pop("headers", {})
-        return httpx.post(f"{self.url}{path}", content=json.dumps(tree), headers=headers, timeout=120, **options)
+        return httpx.post(f"{self.url}{path}", content=json.dumps(tree), headers=headers, **{"timeout": 120} | options)
 
     def get(self, path: str, **options) -> httpx.Response:
         return httpx.get(f"{self.url}{path}", timeout=120, **options)

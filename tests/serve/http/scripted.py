@@ -175,6 +175,9 @@ class ScriptedEngine:
         self.weight_version += 1
         return self.weight_version
 
+    def rest(self) -> bool:
+        return False
+
     def metrics(self) -> dict[str, float]:
         return {
             "serve/running": len(self.running),
@@ -186,8 +189,7 @@ class ScriptedEngine:
         return {"pages": {"total": 64, "free": 64 - len(self.running)}, "last": self.last}
 
     def check_invariants(self) -> None:
-        assert not self.running
-        assert not self.waiting
+        assert self.paused or not (self.running or self.waiting)
 
 
 def scripted(folder: Path, settings: Serve, report) -> ScriptedEngine:

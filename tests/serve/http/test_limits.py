@@ -1,14 +1,20 @@
 """Who may ask, how often and how much, and what an operator sees and steers."""
 
 import json
+import os
+import signal
 import threading
+from pathlib import Path
 
 import httpx
+import numpy
 import openai
 import pytest
+from safetensors.numpy import save_file
 
 from triax.serve.http.limits import Rates
 
+from .conftest import add_up
 from .test_faults import body, figure, until
 
 
@@ -128,6 +134,81 @@ def test_an_operator_pauses_updates_and_resumes(start, ask, tmp_path):
     for wrong in ({"path": str(tmp_path / "no")}, {"shared_memory": "../no"}, {}, {"path": "a", "shared_memory": "b"}):
         response = server.post("/admin/update_weights", wrong, headers=boss)
         assert response.status_code == 400, wrong
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+def test_a_pause_keeps_what_runs_or_waits_for_it(start, ask, mode):
+    server = start('http.admin_keys=["boss"]')
+    boss = {"authorization": "Bearer boss"}
+    words = "word " * (400 if mode == "keep" else 20)
+    slow = server.script("slow", ask.said(words), delay_s=0.02)
+    stream = iter(server.client().chat.completions.create(**body(slow, stream=True)))
+    told = [next(stream) for _ in range(4)]
+    pieces = []
+    reader = threading.Thread(target=lambda: pieces.extend(stream))
+    reader.start()
+    assert server.post("/admin/pause", {"mode": mode}, headers=boss).status_code == 200
+    if mode == "wait":
+        reader.join(30)
+        assert not reader.is_alive(), "what runs is answered before the pause begins"
+    else:
+        seen = until(lambda: len(pieces)) and len(pieces)
+        assert figure(server, "triax_engine_running") == 1
+    answers = []
+    held = threading.Thread(target=lambda: answers.append(server.post("/v1/chat/completions", body("hi"))))
+    held.start()
+    until(lambda: figure(server, "triax_waiting_requests") == 1)
+    if mode == "keep":
+        assert len(pieces) <= seen + 2, "nothing is said meanwhile"
+    assert not answers
+    assert server.post("/admin/resume", {}, headers=boss).status_code == 200
+    for one in (reader, held):
+        one.join(60)
+        assert not one.is_alive()
+    assert add_up([*told, *pieces])[0]["content"] == words
+    assert answers[0].status_code == 200
+
+
+def test_a_pause_that_cannot_be_is_none(start):
+    server = start('http.admin_keys=["boss"]', facts={"load_s": 2}, wait=False)
+    boss = {"authorization": "Bearer boss"}
+    assert server.post("/admin/pause", {"mode": "wait"}, headers=boss).status_code == 503
+    until(lambda: server.get("/health").status_code == 200)
+    assert server.post("/v1/chat/completions", body("hi"), timeout=30).status_code == 200
+
+
+def test_a_new_process_gets_the_weights_of_the_one_before_it_or_answers_nobody(start, tmp_path):
+    server = start('http.admin_keys=["boss"]')
+    boss = {"authorization": "Bearer boss"}
+    segment = Path("/dev/shm") / f"triax-test-{os.getpid()}"
+
+    def die():
+        deaths = figure(server, "triax_engine_deaths")
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        until(lambda: figure(server, "triax_engine_deaths") == deaths + 1)
+        until(lambda: server.get("/health").json()["status"] in ("ok", "lacks weights"))
+        return server.get("/health")
+
+    for version in (1, 2):
+        told = server.post("/admin/update_weights", {"path": str(tmp_path)}, headers=boss)
+        assert told.json() == {"weight_version": version}
+    assert die().json()["weight_version"] == 2
+    assert server.post("/v1/chat/completions", body("hi")).json()["system_fingerprint"] == "triax-2"
+    try:
+        save_file({"x": numpy.zeros(1)}, segment)
+        told = server.post("/admin/update_weights", {"shared_memory": segment.name}, headers=boss)
+        assert told.json() == {"weight_version": 3}
+    finally:
+        segment.unlink(missing_ok=True)
+    health = die()
+    assert (health.status_code, health.json()["status"]) == (503, "lacks weights")
+    refused = server.post("/v1/chat/completions", body("hi"))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_not_ready")
+    assert "no such segment" in refused.json()["error"]["message"]
+    told = server.post("/admin/update_weights", {"path": str(tmp_path)}, headers=boss)
+    assert told.json() == {"weight_version": 4}
+    assert server.get("/health").status_code == 200
+    assert server.post("/v1/chat/completions", body("hi")).json()["system_fingerprint"] == "triax-4"
 
 
 def test_a_deadline_ends_a_request(start, ask):

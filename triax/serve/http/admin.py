@@ -5,7 +5,6 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
-from msgspec.structs import replace
 from starlette.responses import Response
 
 from triax.errors import TriaxError
@@ -35,15 +34,16 @@ def router(face: Face) -> APIRouter:
     @routes.get("/health", responses={503: {"description": "Not ready; the body says how far loading is."}})
     async def health() -> JSONResponse:
         """Tell whether requests are answered, or how far loading is."""
+        status = "draining" if face.is_draining else "ok" if link.status == "ready" else link.status
         told = {
-            "status": "draining" if face.is_draining else {"ready": "ok"}.get(link.status, link.status),
+            "status": "lacks weights" if status == "ok" and link.lack else status,
             "stage": link.stage,
             "progress": round(link.share, 4),
             "engine_restarts": link.num_deaths,
         }
         if link.facts is not None:
             told["weight_version"] = link.facts.weight_version
-        is_fine = link.status == "ready" and not face.is_draining
+        is_fine = told["status"] == "ok"
         return JSONResponse(told, 200 if is_fine else 503, headers={} if is_fine else {"Retry-After": "2"})
 
     @routes.get("/metrics", response_class=Response)
@@ -78,9 +78,6 @@ def router(face: Face) -> APIRouter:
         given = body.model_dump(exclude_none=True)
         if len(given) != 1:
             raise refuse(f"path: give either path or shared_memory; found {len(given)}; correct it")
-        told = await in_time(link.ask("update_weights", TASK_S, **given))
-        if link.facts is not None:
-            link.facts = replace(link.facts, weight_version=told["weight_version"])
-        return told
+        return {"weight_version": await in_time(link.update_weights(TASK_S, **given))}
 
     return routes
