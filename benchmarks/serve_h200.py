@@ -101,13 +101,15 @@ def sync() -> float:
 
 
 def until_first(engine: Engine, count: int) -> float:
-    """Step until so many requests have their first token; return the seconds."""
-    started, seen = sync(), set()
+    """Step until so many requests have their first token; return the seconds until the last of them was known here."""
+    started, seen, known = sync(), set(), 0.0
     while len(seen) < count:
         for update in engine.step():
             assert update.finish_reason != "error", update
             seen |= {update.id} if update.tokens else set()
-    return sync() - started
+        known = time.perf_counter()
+    sync()
+    return known - started
 
 
 def finish(engine: Engine) -> None:
@@ -200,7 +202,7 @@ def bytes_of_step(model: Decoder, batch: int, context: int, touched: float) -> f
 def prefill(engine: Engine, say: Callable[..., None]) -> float:
     """Measure the prefill of 64 prompts; return tokens a second."""
     rates = []
-    for turn in range(3):
+    for turn in range(6):
         for row in range(64):
             engine.add(ask(f"prefill {turn} {row}", tokens(PROMPT, 77_000 + 64 * turn + row), 4))
         rates.append(64 * PROMPT / until_first(engine, 64))
