@@ -9,6 +9,7 @@ import torch
 from triax.config.model import BlockResiduals
 from triax.config.serve import Caching, Drafting, Prefixes, Scheduling, Serve
 from triax.data.tokenizer import Tokenizer
+from triax.model import gated_mla
 from triax.model.decoder import Decoder
 from triax.model.layout import Layout
 from triax.model.memory import Arena, Memory, Part
@@ -136,3 +137,19 @@ def test_moving_a_model_undoes_what_was_joined(model):
     expected = copy.deepcopy(model).double()
     tokens, layout = torch.arange(5), Layout.of([5])
     torch.testing.assert_close(joined(tokens, layout), expected(tokens, layout))
+
+
+def test_a_short_piece_far_behind_its_beginning_is_absorbed_and_says_the_same(model, monkeypatch):
+    said = []
+    for far in (10**9, 64):
+        monkeypatch.setattr(gated_mla, "FAR", far)
+        torch.manual_seed(1)
+        arena = Arena.empty(model.settings, 4, 9, 64)
+        for part in (arena.state, arena.window, arena.latent):
+            part.copy_(torch.randn(part.shape))
+        arena = dataclasses.replace(arena, has_kernels=True)
+        parts = [Part(1, (4,), 0, 1), Part(2, (3, 5), 70, 3), Part(3, (6,), 2, 5), Part(4, (7, 8), 66, 2)]
+        with torch.no_grad():
+            memory = Memory.of(model.settings, arena, parts, 1)
+            said.append(model(torch.arange(11) + 7, memory.layout, memory))
+    torch.testing.assert_close(said[1], said[0], rtol=1e-4, atol=1e-5)
