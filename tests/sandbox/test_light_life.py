@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+import subprocess
 import time
 
 import pytest
@@ -189,17 +190,21 @@ def test_a_running_command_is_told_that_its_machine_ended(light, hosting, starte
     asyncio.run(run())
 
 
-def test_an_image_is_a_folder_that_stays_as_it_is(kernel, hosting, tmp_path):
+def small_system(image):
     busybox = shutil.which("busybox")
     if busybox is None:
         pytest.skip("busybox-static is not installed; run `apt-get install busybox-static`")
-    image = tmp_path / "image"
     for name in ("bin", "etc", "proc", "dev", "usr/share"):
         (image / name).mkdir(parents=True)
     shutil.copy2(busybox, image / "bin/busybox")
     for name in ("sh", "cat", "ls", "true", "id"):
         (image / "bin" / name).symlink_to("busybox")
     (image / "etc/motto").write_text("of the image")
+
+
+def test_an_image_is_a_folder_that_stays_as_it_is(kernel, hosting, tmp_path):
+    image = tmp_path / "image"
+    small_system(image)
 
     async def run():
         async with hosting(kernel, tmp_path) as host:
@@ -213,13 +218,44 @@ def test_an_image_is_a_folder_that_stays_as_it_is(kernel, hosting, tmp_path):
             await sandbox.suspend()
             await sandbox.resume()
             assert (await sandbox.exec("cat /etc/own")).stdout == b"mine\n"
-            with pytest.raises(SandboxError, match="no folder") as caught:
+            with pytest.raises(SandboxError, match="no such folder") as caught:
                 await host.create(Spec(image="/nowhere"))
             assert caught.value.status == 404
 
     asyncio.run(run())
     assert (image / "etc/motto").read_text() == "of the image"
     assert not (image / "etc/own").exists()
+
+
+def test_an_oci_image_is_unpacked_once_and_never_written(kernel, hosting, tmp_path, monkeypatch):
+    if shutil.which("umoci") is None:
+        pytest.skip("umoci is not installed; run `apt-get install umoci`")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    layout, bundle = tmp_path / "layout", tmp_path / "bundle"
+    for words in (["init", "--layout", layout], ["new", "--image", f"{layout}:1"], ["unpack", "--image"], ["repack"]):
+        if words[0] == "unpack":
+            words += [f"{layout}:1", bundle]
+        if words[0] == "repack":
+            shutil.rmtree(bundle / "rootfs")
+            small_system(bundle / "rootfs")
+            words += ["--image", f"{layout}:1", bundle]
+        subprocess.run(["umoci", *words], check=True, capture_output=True)
+
+    async def run():
+        async with hosting(kernel, tmp_path) as host:
+            sandbox = await host.create(Spec(image=f"{layout}:1", resources=SMALL))
+            assert (await sandbox.exec("cat /etc/motto; echo own > /etc/own")).stdout == b"of the image"
+            await sandbox.suspend()
+            shutil.rmtree(layout / "blobs")  # it was unpacked, and is not looked at again
+            await sandbox.resume()
+            assert (await sandbox.exec("cat /etc/own")).stdout == b"own\n"
+            other = await host.create(Spec(image=f"{layout}:1", resources=SMALL))
+            assert (await other.exec("cat /etc/motto; cat /etc/own || echo none")).stdout == b"of the imagenone\n"
+            with pytest.raises(SandboxError, match="without an image `2`") as caught:
+                await host.create(Spec(image=f"{layout}:2", resources=SMALL))
+            assert (caught.value.kind, caught.value.status) == ("refused", 404)
+
+    asyncio.run(run())
 
 
 def test_a_snapshot_of_another_version_or_backend_is_refused(hosting, started, tmp_path):

@@ -237,3 +237,14 @@ def test_a_sandbox_that_the_service_lost_is_no_fault_of_the_task(server, tmp_pat
         return lost.value.kind, gone.value.kind
 
     assert lived(server, tmp_path, body) == ("infrastructure", "infrastructure")
+
+
+def test_a_list_of_many_pages_is_whole(server, tmp_path):
+    async def body(host):
+        made = [await host.create() for _ in range(5)]
+        service = host.backend.service
+        found = await service.every("/v2/sandboxes", {"limit": "2"})
+        assert len({one["sandboxID"] for one in found}) == len(found) == len(made) == 5
+        assert await service.every("/v2/sandboxes", {"limit": "2", "metadata": "nobody=has"}) == []
+
+    lived(server, tmp_path, body)

@@ -106,7 +106,7 @@ def listed(url: Url = URL, key_file: KeyFile = None, as_json: AsJson = False) ->
     import json
 
     async def body(remote: "RemoteBackend") -> list[dict[str, Any]]:
-        return await remote.service.ask("GET", "/v2/sandboxes", query={"lost": "true"})
+        return await remote.service.every("/v2/sandboxes", {"lost": "true"})
 
     found = _ask(url, key_file, body)
     if as_json:

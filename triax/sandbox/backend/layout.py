@@ -1,11 +1,14 @@
 """What a namespace sandbox finds around it: folders, users, variables, and what of the host it sees."""
 
 import os
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from triax.errors import SandboxError
 from triax.sandbox.command import variables
+from triax.sandbox.guest.build import cache_folder
+from triax.sandbox.image import tree
 from triax.sandbox.protocol import Spec
 
 USER = "user"
@@ -87,18 +90,18 @@ def variables_of(spec: Spec, id: str, generation: int) -> dict[str, str]:
     return own | {"TRIAX_SANDBOX": id, "TRIAX_GENERATION": str(generation)} | variables(spec.env)
 
 
-def refuse_image(spec: Spec) -> None:
-    """Refuse an image that is no folder whose name a mount takes.
+def placed(spec: Spec) -> Spec:
+    """Return the sandbox with the folder of its image, which is unpacked once if it is an OCI image.
 
     Raises:
-        SandboxError: It is none; kind `refused`, status 404.
+        SandboxError: There is no such image, or its name is none that a mount takes; kind `refused`.
     """
-    if spec.image is not None and (not os.path.isdir(spec.image) or any(sign in spec.image for sign in ':,\\"')):
-        raise SandboxError(
-            f"image {spec.image!r}: is no folder with a root filesystem; unpack one, or use `qemu`",
-            "refused",
-            status=404,
-        )
+    if spec.image is None:
+        return spec
+    folder = tree(spec.image, cache_folder())
+    if any(sign in str(folder) for sign in ':,\\"'):
+        raise SandboxError(f'image {spec.image!r}: a name with `:`, `,`, `\\` or `"` cannot be mounted', "refused")
+    return replace(spec, image=str(folder))
 
 
 def _copied() -> dict[str, str | bytes | None]:

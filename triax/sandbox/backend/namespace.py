@@ -17,7 +17,7 @@ from triax.sandbox.backend.disk import copy_disk, empty_disk, flush, ground_prog
 from triax.sandbox.backend.files import ReachedFiles
 from triax.sandbox.backend.group import Group, Hierarchies
 from triax.sandbox.backend.inward import Forwards
-from triax.sandbox.backend.layout import HOME, USER, USER_NUMBER, bubblewrap, refuse_image, skeleton, variables_of
+from triax.sandbox.backend.layout import HOME, USER, USER_NUMBER, bubblewrap, placed, skeleton, variables_of
 from triax.sandbox.backend.owned import end_below
 from triax.sandbox.backend.process import ended_meanwhile
 from triax.sandbox.backend.streams import Ends
@@ -49,7 +49,7 @@ class NamespaceBackend:
     """
 
     name = "namespace"
-    capabilities = Capabilities(disk_snapshot=True, suspend=True, terminals=True, expose=True)
+    capabilities = Capabilities(disk_snapshot=True, suspend=True, terminals=True, expose=True, oci_images=True)
 
     def __init__(self, root: Path, *, hierarchies: Hierarchies | None = None) -> None:
         self.root = root
@@ -58,7 +58,7 @@ class NamespaceBackend:
 
     async def create(self, spec: Spec, id: str) -> "NamespaceMachine":
         """Start a machine with an empty disk, or with an image below it."""
-        refuse_image(spec)
+        spec = await asyncio.to_thread(placed, spec)
         if spec.network.allow_internet:
             raise SandboxError("network: a namespace sandbox reaches nothing; leave it out, or use `qemu`", "refused")
         empty = await empty_disk(self.root / "templates", spec.resources.disk_mib, skeleton(spec.image))
@@ -67,6 +67,7 @@ class NamespaceBackend:
 
     async def restore(self, folder: Path, spec: Spec, id: str, generation: int) -> "NamespaceMachine":
         """Start a machine with a copy of a snapshot's disk."""
+        spec = await asyncio.to_thread(placed, spec)
         held = json.loads((folder / "namespace.json").read_text())
         if spec.image != held["image"] or spec.resources.disk_mib != held["disk_mib"]:
             raise SandboxError(

@@ -120,8 +120,7 @@ class RemoteBackend:
     async def reap(self, live: frozenset[str]) -> list[str]:
         """End this owner's sandboxes whose label is not `live`."""
         ended = []
-        query = {"metadata": f"{OWNER}={self.owner}", "limit": "100"}
-        for one in await self.service.ask("GET", "/v2/sandboxes", query=query):
+        for one in await self.service.every("/v2/sandboxes", {"metadata": f"{OWNER}={self.owner}"}):
             if one.get("metadata", {}).get(LABEL) not in live:
                 await self.service.ask("DELETE", f"/sandboxes/{one['sandboxID']}")
                 ended.append(f"sandbox {one['sandboxID']} of {self.service.url}")

@@ -94,6 +94,34 @@ class Service:
         Raises:
             SandboxError: It refused, failed, or could not be reached.
         """
+        answer = await self._call(method, path, body, query, headers, timeout_s, once)
+        return answer.json() if answer.content else None
+
+    async def every(self, path: str, query: Mapping[str, str] | None = None) -> list[Any]:
+        """Return all that a list of the control plane holds, however many pages it has.
+
+        Raises:
+            SandboxError: It refused, failed, or could not be reached.
+        """
+        found: list[Any] = []
+        asked = {"limit": "100"} | dict(query or {})
+        while True:
+            answer = await self._call("GET", path, None, asked, None, 120.0, False)
+            found += answer.json()
+            if not answer.headers.get("x-next-token"):
+                return found
+            asked["nextToken"] = answer.headers["x-next-token"]
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        query: Mapping[str, str] | None,
+        headers: Mapping[str, str] | None,
+        timeout_s: float,
+        once: bool,
+    ) -> httpx.Response:
         answer = await self._patiently(
             lambda: self._client.request(
                 method,
@@ -107,7 +135,7 @@ class Service:
             once,
         )
         if answer.is_success:
-            return answer.json() if answer.content else None
+            return answer
         raise failure(answer.status_code, f"{self.url}{path}: {_message(answer)}")
 
     async def _patiently(self, call: Any, what: str, once: bool) -> httpx.Response:

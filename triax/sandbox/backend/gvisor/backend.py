@@ -11,7 +11,7 @@ from triax.sandbox.backend.disk import copy_disk, empty_disk
 from triax.sandbox.backend.group import Hierarchies
 from triax.sandbox.backend.gvisor.bundle import extra, held, relay, resources
 from triax.sandbox.backend.gvisor.machine import GvisorMachine
-from triax.sandbox.backend.layout import refuse_image, skeleton
+from triax.sandbox.backend.layout import placed, skeleton
 from triax.sandbox.protocol import Capabilities, Check, Spec
 
 TOOLS = {"runsc": "runsc", "mke2fs": "e2fsprogs"}
@@ -30,7 +30,9 @@ class GvisorBackend:
     """
 
     name = "gvisor"
-    capabilities = Capabilities(memory_snapshot=True, disk_snapshot=True, fork_running=True, suspend=True)
+    capabilities = Capabilities(
+        memory_snapshot=True, disk_snapshot=True, fork_running=True, suspend=True, oci_images=True
+    )
 
     def __init__(self, root: Path, *, platform: str = "ptrace", hierarchies: Hierarchies | None = None) -> None:
         self.root = root
@@ -45,7 +47,7 @@ class GvisorBackend:
 
     async def create(self, spec: Spec, id: str) -> GvisorMachine:
         """Start a machine with an empty disk, or with an image below it."""
-        refuse_image(spec)
+        spec = await asyncio.to_thread(placed, spec)
         # a file in /tmp keeps gVisor from putting memory there, which the host could not reach
         empty = await empty_disk(
             self.root / "templates", spec.resources.disk_mib, {**skeleton(spec.image), **extra(spec.image)}
@@ -54,6 +56,7 @@ class GvisorBackend:
 
     async def restore(self, folder: Path, spec: Spec, id: str, generation: int) -> GvisorMachine:
         """Start a machine from a snapshot's memory, with a copy of its disk."""
+        spec = await asyncio.to_thread(placed, spec)
         made = held(folder)
         found = {"image": spec.image, "resources": resources(spec), "version": await self.version()}
         for name, value in found.items():
