@@ -8,6 +8,7 @@ Run: python -m benchmarks.kernels [operation ...] [--json]
 import argparse
 import json
 import sys
+import traceback
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -26,15 +27,21 @@ def main() -> None:
         parser.error(f"no such operation: {', '.join(sorted(unknown))}; there are {', '.join(found)}")
     if not torch.cuda.is_available():
         sys.exit("benchmarks.kernels needs a CUDA device; found none; run it on an H200")
-    figures = []
+    figures, failed = [], []
     for operation in arguments.operations or found:
         torch.manual_seed(0)
-        for figure in import_module(f"benchmarks.kernels_{operation}").measure():
-            figures.append({"operation": operation, **asdict(figure)})
-            if not arguments.json:
-                print(figure.line(), flush=True)
+        try:
+            for figure in import_module(f"benchmarks.kernels_{operation}").measure():
+                figures.append({"operation": operation, **asdict(figure)})
+                if not arguments.json:
+                    print(figure.line(), flush=True)
+        except Exception:  # the others' figures are worth having all the same
+            failed.append(operation)
+            traceback.print_exc()
     if arguments.json:
-        print(json.dumps({"gpu": torch.cuda.get_device_name(), "figures": figures}, indent=2))
+        print(json.dumps({"gpu": torch.cuda.get_device_name(), "figures": figures, "failed": failed}, indent=2))
+    if failed:
+        sys.exit(f"benchmarks.kernels: no whole measurement of {', '.join(failed)}")
 
 
 if __name__ == "__main__":
