@@ -14,6 +14,7 @@ from triax.checkpoint.released import save_released
 from triax.cli.app import main
 from triax.config import show
 from triax.config.load import Loaded
+from triax.config.serve import Serve
 from triax.config.train import Recipe, Run
 from triax.data.kimi import KimiTokenizer
 from triax.data.tokenizer import Tokenizer
@@ -22,6 +23,7 @@ from triax.model.decoder import Decoder
 from triax.model.layout import Layout
 from triax.serve.engine import Engine
 from triax.serve.open import open_engine
+from triax.serve.request import Request
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,22 @@ def test_released_weights_with_a_tokenizer_beside_them_answer(model, tokenizer, 
         open_engine(folder)
     tokenizer.save(folder / "tokenizer.json")
     assert open_engine(folder).generate(["def f"], 12) == Engine(model, tokenizer).generate(["def f"], 12)
+
+
+def test_a_small_model_of_the_settings_drafts_and_must_have_the_same_tokenizer(model, tokenizer, run_dir, tmp_path):
+    settings = Serve.model_validate({"drafting": {"kind": "model", "model": str(run_dir)}, "device": "cpu"})
+    engine = open_engine(run_dir, settings=settings)
+    expected = Engine(model, tokenizer).generate(["def f"], 12)[0].tokens
+    assert engine.generate(["def f"], 12)[0].tokens == expected
+    engine.add(Request("drafted", (1, 2, 3), 12))
+    updates = [update for _ in range(20) for update in engine.step()]
+    assert updates[-1].usage.accepted_tokens > 5, "a model that drafts for itself is right"
+    other = tmp_path / "other"
+    save_released(model, other, dtype=torch.float32)
+    Tokenizer.train(["another text of other words\n" * 20], 270).save(other / "tokenizer.json")
+    wrong = settings.model_copy(update={"drafting": settings.drafting.model_copy(update={"model": str(other)})})
+    with pytest.raises(ConfigError, match="has another tokenizer"):
+        open_engine(run_dir, settings=wrong)
 
 
 @pytest.fixture(scope="module")

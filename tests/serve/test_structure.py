@@ -126,6 +126,34 @@ def test_json_of_a_schema_fits_it_and_has_no_blanks(request, family):
         assert text.endswith(f"{xtml.CLOSE}response{xtml.SEP}{xtml.CLOSE}message{xtml.SEP}")
 
 
+@pytest.mark.parametrize("thinks", [True, False])
+def test_where_tools_may_be_called_an_answer_is_of_the_form_or_a_call(k3, thinks):
+    after = (k3.control[xtml.CLOSE], *k3.encode("think"), k3.control[xtml.SEP]) if thinks else ()
+    structure = Structure("json_schema", json.dumps(SCHEMA), after, json.dumps(TOOLS))
+    guides, seen = Guides(k3), set()
+    for seed in range(8):
+        guide = guides.guide(structure)
+        guide.push(after)
+        written = write(guide, k3, seed)
+        reply = chat.xtml_parser(k3, thinking=thinks).parse([*after, *written, k3.control[xtml.END]], "stop")
+        assert not reply.reasoning
+        seen.add(bool(reply.calls))
+        if reply.calls:
+            assert not reply.content
+            assert {call.name for call in reply.calls} <= {"weather", "now"}
+        else:
+            assert json.loads(reply.content)["b"] in ("x", "y")
+    assert seen == {True, False}
+
+
+def test_k2_may_call_where_a_form_is_asked_for(moon):
+    guide = Guides(moon).guide(Structure("json_object", "", (), json.dumps(TOOLS[1:])))
+    (allowed,) = guide.allowed()
+    assert allowed[moon.control[k2.SECTION_BEGIN]]
+    assert allowed[moon.encode("{")[0]]
+    assert not allowed[moon.encode("x")[0]]
+
+
 def test_masks_for_drafts_are_those_of_going_on_by_them_and_leave_no_trace(plain):
     guides = Guides(plain)
     structure = Structure("grammar", 'root ::= "ab" [0-9] "."')

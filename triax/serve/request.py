@@ -56,6 +56,8 @@ class Structure:
     """The JSON schema, the grammar, or the JSON list of tool declarations."""
     after: tuple[int, ...] = ()
     """Tokens whose end starts the form (the end of thinking); empty starts at once."""
+    tools: str = ""
+    """The JSON list of tools that may be called instead of an answer in a JSON form; then `after` ends the thinking."""
 
 
 @dataclass(frozen=True)

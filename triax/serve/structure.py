@@ -111,7 +111,7 @@ class Guides:
         self._tokenizer = tokenizer
         self._control: Mapping[str, int] = getattr(tokenizer, "control", {})
         self._speaks_xtml = xtml.OPEN in self._control
-        self._compiled: dict[tuple[str, str, bool], Any] = {}
+        self._compiled: dict[tuple[str, str, str, bool], Any] = {}
 
     def guide(self, structure: Structure) -> Guide:
         """Return a guide for one answer.
@@ -123,7 +123,7 @@ class Guides:
         import xgrammar
 
         is_open = not structure.after
-        key = (structure.kind, structure.text, is_open)
+        key = (structure.kind, structure.text, structure.tools, is_open)
         if key not in self._compiled:
             compiler = self._compiler
             try:
@@ -172,20 +172,23 @@ class Guides:
         if structure.kind == "grammar":
             return grammar.from_ebnf(structure.text)
         if structure.kind == "tools":
-            tools = json.loads(structure.text)
-            if not tools:
-                raise ConfigError("structure: there is nothing to call; found no tools; declare one")
-            if self._speaks_xtml:
-                return _xtml_calls(tools, is_open=is_open)
-            if k2.CALL_BEGIN in self._control:
-                return _k2_calls(tools)
-            raise ConfigError("structure: this model has no format for tool calls; found none; leave tools out")
+            return self._calls(structure.text, is_open=is_open)
         schema = '{"type": "object"}' if structure.kind == "json_object" else structure.text
         form = _json(schema)
-        if not self._speaks_xtml:
-            return form
-        end = f"{CLOSE}response{SEP}{CLOSE}message{SEP}"
-        return grammar.concat(form, _words(end))
+        if self._speaks_xtml:
+            opening = [_words(f"{OPEN}response{SEP}")] if structure.tools and not is_open else []
+            form = grammar.concat(*opening, form, _words(f"{CLOSE}response{SEP}{CLOSE}message{SEP}"))
+        return grammar.union(form, self._calls(structure.tools, is_open=is_open)) if structure.tools else form
+
+    def _calls(self, text: str, *, is_open: bool) -> Any:
+        tools = json.loads(text)
+        if not tools:
+            raise ConfigError("structure: there is nothing to call; found no tools; declare one")
+        if self._speaks_xtml:
+            return _xtml_calls(tools, is_open=is_open)
+        if k2.CALL_BEGIN in self._control:
+            return _k2_calls(tools)
+        raise ConfigError("structure: this model has no format for tool calls; found none; leave tools out")
 
 
 def _json(schema: str) -> Any:

@@ -83,6 +83,7 @@ class ScriptedEngine:
         self.last = {
             "words": words,
             "structure": request.structure and [request.structure.kind, request.structure.text],
+            "callable": request.structure.tools if request.structure else "",
             "after": list(request.structure.after) if request.structure else [],
             "borders": list(request.borders),
             "temperature": request.sampling.temperature,

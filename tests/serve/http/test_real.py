@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -128,6 +129,13 @@ def test_new_weights_answer_from_shared_memory_and_from_a_folder(real, folder):
     assert changed.system_fingerprint == f"triax-{version}"
     assert real.post("/admin/update_weights", {"path": str(folder)}, headers=boss).status_code == 200
     assert real.client().chat.completions.create(**asked).choices[0].token_ids == before
+
+
+def test_a_small_model_drafts_for_a_server(folder, tmp_path):
+    served = Served(shutil.copytree(folder, tmp_path / "m"), *SMALL, "--draft", str(folder), engine=None)
+    answer = served.client().chat.completions.create(**body("hello", temperature=0, max_tokens=20))
+    assert answer.usage.completion_tokens_details.accepted_prediction_tokens > 5
+    assert served.stop() == 0, served.log.read_text()
 
 
 def test_the_command_talks_to_a_checkpoint_without_a_server(folder):

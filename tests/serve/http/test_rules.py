@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 
 import pytest
 from PIL import Image
@@ -233,13 +234,16 @@ def test_a_form_begins_after_the_thinking(ask, server):
     assert server.last()["after"] == []
 
 
-def test_a_form_is_only_asked_for_where_tools_may_be_called(ask, server):
+def test_a_form_stands_beside_the_calls_of_tools_that_may_be_called(ask, server):
     options = form(name="x", schema={"type": "object"}) | {"tools": [tool()]}
     ask(ask.said("{}"), **options)
-    assert server.last()["structure"] is None
-    assert "response_format=json_schema" in server.last()["words"]
+    last = server.last()
+    assert last["structure"][0] == "json_schema"
+    assert json.loads(last["callable"]) == [tool()]
+    assert len(last["after"]) < 10, "the form begins with the end of thinking, since calls do"
+    assert "response_format=json_schema" in last["words"]
     ask(ask.said("{}"), tool_choice="none", **options)
-    assert server.last()["structure"][0] == "json_schema"
+    assert (server.last()["structure"][0], server.last()["callable"]) == ("json_schema", "")
 
 
 def test_sampling_is_the_models_own_unless_asked_otherwise(ask, server):

@@ -187,12 +187,13 @@ def structure_of(
         end = answer = (tokenizer.control[chat.k2.THINK_END],)
     if options.tool_choice == "required" or named is not None:
         return Structure("tools", json.dumps(list(tools), ensure_ascii=False), end if options.thinking else ())
-    if form == "text" or (tools and options.tool_choice != "none"):  # a call may stand where the form would
+    if form == "text":
         return None
-    after = answer if options.thinking else ()
+    callable_tools = json.dumps(list(tools), ensure_ascii=False) if tools and options.tool_choice != "none" else ""
+    after = () if not options.thinking else end if callable_tools else answer
     if form == "json_object":
-        return Structure("json_object", "", after)
-    return Structure("json_schema", json.dumps(options.schema, ensure_ascii=False), after)
+        return Structure("json_object", "", after, callable_tools)
+    return Structure("json_schema", json.dumps(options.schema, ensure_ascii=False), after, callable_tools)
 
 
 def read_pictures(model: Model, messages: Sequence[Message]) -> list[Any]:
