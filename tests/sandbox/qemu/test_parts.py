@@ -6,6 +6,8 @@ import mmap
 import os
 import shutil
 import subprocess
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -111,6 +113,9 @@ def test_holes_stay_holes_in_a_copy(tmp_path):
     disk.copy_sparse(tmp_path / "old", tmp_path / "new")
     assert (tmp_path / "new").read_bytes() == (tmp_path / "old").read_bytes()
     assert (tmp_path / "new").stat().st_blocks * 512 < 2**20
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:  # most often another file system
+        disk.link(tmp_path / "old", Path(elsewhere) / "new")
+        assert (Path(elsewhere) / "new").read_bytes() == (tmp_path / "old").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -220,16 +220,19 @@ class Plane:
         )
 
     def image(self, name: str) -> str:
-        """Return an image that a client may use.
+        """Return an image that a client may use, named by its path or from one of the folders that hold them.
 
         Raises:
-            SandboxError: It is a path outside the folders that the settings open for this.
+            SandboxError: It is outside the folders that the settings open for this.
         """
-        if "/" not in name and name not in (".", ".."):
-            return name
-        path = Path(name).resolve()
-        if any(path.is_relative_to(folder.resolve()) for folder in self.settings.images):
-            return str(path)
+        within = []
+        for folder in self.settings.images:
+            path = (folder / name).resolve()
+            if path.is_relative_to(folder.resolve()):
+                within.append(str(path))
+        there = [path for path in within if Path(path).exists() or Path(path.partition(":")[0]).exists()]
+        if within:
+            return (there or within)[0]
         raise SandboxError(
             f"image `{name[:200]}`: not below a folder whose images clients may use; found "
             f"{', '.join(map(str, self.settings.images)) or 'no such folder'}; start the server with images=[…]",

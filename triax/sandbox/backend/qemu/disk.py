@@ -4,6 +4,7 @@ Each layer is a qcow2 file without a name of what lies below; the chain is told 
 can be linked from folder to folder. A layer that has another above it is never written again.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from triax.errors import SandboxError
 
 CLUSTER_BITS = 16
 CLUSTER = 1 << CLUSTER_BITS
+PIECE = 2**20
 MOST_LAYERS = 12  # each costs the emulator an open file and a look-up on every miss
 
 
@@ -95,9 +97,19 @@ def copy_sparse(source: Path, destination: Path) -> None:
                     break
                 end = os.lseek(old.fileno(), at, os.SEEK_HOLE)
                 while at < end:
-                    at += os.copy_file_range(old.fileno(), new.fileno(), end - at, at, at)
+                    at += _copy_part(old.fileno(), new.fileno(), at, end - at)
     except OSError as problem:
-        raise SandboxError(f"{destination}: cannot copy {source.name} there; {problem.strerror}") from None
+        raise SandboxError(f"disk: cannot copy {source.name} for another machine; {problem.strerror}") from None
+
+
+def _copy_part(old: int, new: int, at: int, size: int) -> int:
+    """Copy some bytes at a place, within the kernel where both file systems let it, and return how many."""
+    try:
+        return os.copy_file_range(old, new, size, at, at)
+    except OSError as problem:
+        if problem.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+    return os.pwrite(new, os.pread(old, min(size, PIECE), at), at)
 
 
 def flatten(layers: list[Path], base: Path, size: int, destination: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import os
+import posixpath
 import secrets
 import shutil
 import stat as modes
@@ -379,7 +380,7 @@ def _entries(raw: bytes, folder: str) -> list[Entry]:
             at += name_size + target_size
             found.append(
                 Entry(
-                    path=f"{folder.rstrip('/')}/{name}" if name else folder,
+                    path=posixpath.normpath(f"{folder}/{name}"),
                     kind=kinds.get(modes.S_IFMT(mode), "other"),  # type: ignore[arg-type]
                     size=size,
                     mode=modes.S_IMODE(mode),

@@ -1,6 +1,7 @@
 """From a running machine to a snapshot's folder: stop, write what changed, go on."""
 
 import asyncio
+import errno
 import os
 import time
 import zlib
@@ -70,9 +71,12 @@ async def save(
     except BaseException as problem:
         if stopped:
             await machine.go_on()
-        if isinstance(problem, OSError):
+        if isinstance(problem, OSError | SandboxError):
+            words = problem.strerror if isinstance(problem, OSError) else str(problem)
+            full = os.strerror(errno.ENOSPC) in str(problem)
             raise SandboxError(
-                f"snapshot {folder.name}: cannot be written; {problem.strerror}; free some disk"
+                f"snapshot {folder.name}: cannot be written; {words}; {'free some disk' if full else 'try again'}",
+                status=507 if full else None,
             ) from None
         raise
 
