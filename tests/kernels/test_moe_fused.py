@@ -48,10 +48,15 @@ def inputs(T, k, E, L, F, among=None, zipf=False, seed=0):
     return {name: leaf.requires_grad_() for name, leaf in leaves.items()}, expert
 
 
+def weight_like(output):
+    """A fixed random weight for each number of the output, the same in every format."""
+    return torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(output)
+
+
 def outcome(path, leaves, expert, activation=SITU, **options):
     """Output and gradients for a fixed random weight on the output."""
     output = path(expert=expert, activation=activation, **leaves, **options)
-    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    weight = weight_like(output)
     gradients = torch.autograd.grad(output, list(leaves.values()), weight)
     return {"output": output.detach(), **dict(zip(leaves, gradients, strict=True))}
 
@@ -74,16 +79,16 @@ def largest_errors(found, expected):
 
 @pytest.mark.kernel
 @interpreted
-@pytest.mark.parametrize("activation", [SITU, SWIGLU, SituGlu(2.0, None)])
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "activation"),
     [
-        {"T": 13, "k": 2, "E": 4, "L": 24, "F": 40},
-        {"T": 40, "k": 1, "E": 3, "L": 40, "F": 16, "among": 1},
-        {"T": 1, "k": 2, "E": 3, "L": 8, "F": 8},
-        {"T": 30, "k": 2, "E": 9, "L": 16, "F": 12, "zipf": True},
+        ({"T": 13, "k": 2, "E": 4, "L": 24, "F": 40}, SITU),
+        ({"T": 13, "k": 2, "E": 4, "L": 24, "F": 40}, SWIGLU),
+        ({"T": 40, "k": 1, "E": 3, "L": 40, "F": 16, "among": 1}, SITU),
+        ({"T": 1, "k": 2, "E": 3, "L": 8, "F": 8}, SituGlu(2.0, None)),
+        ({"T": 30, "k": 2, "E": 9, "L": 16, "F": 12, "zipf": True}, SITU),
     ],
-    ids=["several", "one expert", "one token", "zipf"],
+    ids=["several", "swiglu", "one expert", "one token", "zipf"],
 )
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # 1 / (1 + inf) is the 0 that is meant
 def test_interpreted_kernels_give_the_output_and_every_gradient(fused, small, shape, activation):
@@ -108,7 +113,7 @@ def test_two_interpreted_runs_agree_bit_for_bit_and_frozen_weights_get_nothing(f
     for frozen in NAMES:
         some = {name: leaf.detach().requires_grad_(name != frozen) for name, leaf in leaves.items()}
         output = fused.experts(expert=expert, activation=SITU, dtype=torch.float32, plan=small, **some)
-        output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(1)))
+        output.backward(weight_like(output))
         assert some[frozen].grad is None
         assert all(torch.equal(some[name].grad, first[name]) for name in NAMES if name != frozen)
 
@@ -129,7 +134,7 @@ def test_rounded_weights_are_multiplied_and_gradients_are_added_where_asked(fuse
         monkeypatch.setenv("TRIAX_KERNELS", "reference")
     output = call(expert=expert, activation=SITU, **leaves, **options)
     torch.testing.assert_close(output, expected["output"])
-    output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(1)))
+    output.backward(weight_like(output))
     for name, total in zip(NAMES[2:], sums, strict=True):
         assert leaves[name].grad is None
         torch.testing.assert_close(total, 1 + expected[name], rtol=1e-5, atol=1e-5)
@@ -296,7 +301,7 @@ def test_master_weights_receive_fp32_gradients_and_sums_grow(fused, form):
     assert all(expected[name].dtype is torch.float32 for name in NAMES)
     sums = Stacks(*(torch.ones_like(leaves[name]) for name in NAMES[2:]))
     output = fused.experts(expert=expert, activation=SITU, sums=sums, **leaves, **options)
-    output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output))
+    output.backward(weight_like(output))
     for name, total in zip(NAMES[2:], sums, strict=True):
         assert leaves[name].grad is None
         torch.testing.assert_close(total, 1 + expected[name], rtol=1e-5, atol=1e-5)
@@ -333,3 +338,26 @@ def test_training_in_bf16_takes_the_kernels_and_odd_sizes_warn_by_name(monkeypat
     leaves, _, expert = _on_gpu(*inputs(30, 2, 8, 60, 64))
     with pytest.warns(UserWarning, match="no GPU kernel for matrices of 64 by 60"):
         outcome(moe.experts, leaves, expert)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["cuda", "triton"])
+def test_rows_of_more_than_two_thousand_million_numbers_are_all_reached(fused, form):
+    from triax.kernels.moe.tiles import PLAN
+
+    T, last = 2**17 + 5000, 700
+    options = {"dtype": torch.bfloat16, "plan": None if form == "cuda" else PLAN}
+    assert T * 8 * 2048 > 2**31
+    leaves, _, _ = _on_gpu(*inputs(last, 8, 8, 2048, 64))
+    expert = torch.arange(8, device="cuda").expand(T, 8)
+    tail = outcome(fused.experts, leaves, expert[:last], **options)
+    hidden, share = torch.randn(T, 2048, device="cuda").bfloat16(), torch.rand(T, 8, device="cuda")
+    hidden[-last:], share[-last:] = leaves["hidden"].detach(), leaves["share"].detach()
+    many = leaves | {"hidden": hidden.requires_grad_(), "share": share}
+    output = fused.experts(expert=expert, activation=SITU, **many, **options)
+    weight = torch.zeros_like(output)
+    weight[-last:] = weight_like(tail["output"])
+    gradient = torch.autograd.grad(output, hidden, weight)[0]
+    assert torch.equal(output[-last:], tail["output"])
+    assert torch.equal(gradient[-last:], tail["hidden"])
+    assert not gradient[:-last].any()

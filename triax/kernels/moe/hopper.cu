@@ -44,6 +44,8 @@ DEVICE Tile tile_of(const Work &work, int number, int rank) {
     }
     return tile;
 }
+// Forwards and backwards in turn, so that no pair gets the longest tile of every round.
+DEVICE int number_in(int round, int pair, int pairs) { return round * pairs + (round % 2 ? pairs - 1 - pair : pair); }
 DEVICE int number_of_tiles(const Work &work) {
     return (KIND == 4 ? work.experts * work.tall : *work.used) * work.wide;
 }
@@ -119,7 +121,7 @@ experts_product(const __grid_constant__ TensorMap left, const __grid_constant__ 
     if (group == 2) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
         if (threadIdx.x == 256) {
-            for (int number = pair; number < tiles; number += pairs) {
+            for (int round = 0, number; (number = number_in(round, pair, pairs)) < tiles; round++) {
                 Tile tile = tile_of(work, number, rank);
                 for (int step = 0; step < tile.steps + ENDING; step++, turn++) {
                     u32 stage = turn % STAGES, to = ring + stage * STAGE, barrier = filled + 8 * stage;
@@ -161,7 +163,7 @@ experts_product(const __grid_constant__ TensorMap left, const __grid_constant__ 
         asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
         [[maybe_unused]] Outbox outbox{ring + STAGES * STAGE + group * 2 * PIECE, group, 0};
         bool leads = threadIdx.x % 128 == 0, tells = threadIdx.x % 128 < 2;
-        for (int number = pair; number < tiles; number += pairs) {
+        for (int round = 0, number; (number = number_in(round, pair, pairs)) < tiles; round++) {
             Tile tile = tile_of(work, number, rank);
             float d[128];
             if (KIND == 4 && tile.steps == 0) {

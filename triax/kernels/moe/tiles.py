@@ -29,7 +29,7 @@ class Tiles(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Tiles of each product, named as in `products`, and the rows they share."""
+    """Tiles of each product, named as in `products`, and the rows they share, a multiple of the depth of `outer`."""
 
     rows: int
     opened: Tiles
@@ -41,11 +41,11 @@ class Plan(NamedTuple):
 
 PLAN = Plan(
     128,
-    opened=Tiles(128, 64, 8, 3, 1, False),
-    closed=Tiles(256, 64, 8, 3, 1, True),
-    reopened=Tiles(128, 64, 8, 3, 1, False),
-    returned=Tiles(256, 64, 8, 3, 1, True),
-    outer=Tiles(256, 64, 8, 3, 1, True),
+    opened=Tiles(128, 64, 8, 4, 0, False),
+    closed=Tiles(128, 64, 4, 3, 2, True),
+    reopened=Tiles(128, 64, 8, 4, 1, True),
+    returned=Tiles(256, 64, 8, 3, 1, False),
+    outer=Tiles(256, 64, 8, 3, 0, False),
 )
 
 
