@@ -25,7 +25,7 @@ def test_every_command_of_the_guide_runs(tmp_path):
     listed = list(commands())
     servers = [words for words in listed if words[0] == "serve"]
     clients = [words for words in listed if words[0] != "serve"]
-    assert (len(servers), len(clients)) == (3, 4)
+    assert (len(servers), len(clients)) == (4, 4)
     url = ""
     for number, words in enumerate(servers):
         # the port of the guide may be taken where tests run
