@@ -103,8 +103,6 @@ class Tiers:
         """Let a whole page take over the snapshots of partly filled ones that begin as it does."""
         parent = child.parent
         assert parent is not None
-        if not parent.lengths:
-            return
         for length in list(parent.lengths):
             snapshot = parent.marks.get(child.tokens[:length])
             if snapshot is None or snapshot.node is child:
@@ -161,14 +159,12 @@ class Tiers:
     def _evict_page(self, node: Node) -> None:
         self.counts["evicted_pages"] += 1
         if not node.children and not node.snapshots:
-            self.remove(node)
-            return
-        node.is_pending = True  # whatever gives way on the host for it, it is not itself
+            return self.remove(node)
+        node.is_pending, homes = True, dict[Snapshot, int]()  # whatever gives way on the host for it, it is not itself
         for snapshot in node.snapshots.values():
             snapshot.pins += 1
             self.review_snapshot(snapshot)
         self.review(node)
-        homes: dict[Snapshot, int] = {}
         for snapshot in node.snapshots.values():
             if snapshot.host is None and (home := self._host_slot(snapshot)) is not None:
                 homes[snapshot] = home
@@ -281,10 +277,10 @@ class Tiers:
         if parent is not None:
             self.tree.remove(node)
             self.review(parent)
-            return
-        node.is_alive = False
-        if self.tree.roots.get(node.salt) is node:
-            del self.tree.roots[node.salt]
+        else:
+            node.is_alive = False
+            if self.tree.roots.get(node.salt) is node:
+                del self.tree.roots[node.salt]
 
     def drop_snapshot(self, snapshot: Snapshot) -> None:
         """Forget a snapshot, and its node if that becomes useless."""
