@@ -110,7 +110,7 @@ class Products:
         index = torch.cuda.current_device() if device.index is None else device.index
         function = nvrtc.load(SOURCES, "experts_product", defines, SHARED_BYTES, index)
         most = wide * (tall * self.num_experts or len(rows.expert))
-        pairs = min(most, torch.cuda.get_device_properties(index).multi_processor_count // 2)
+        pairs = min(most, _most_pairs(index))
         numbers = [ctypes.c_longlong(len(rows.share)), *map(ctypes.c_int, (depth, wide, tall, self.num_experts))]
         pointers = [rows.expert, rows.used, rows.first, rows.count, rows.share, share_parts]
         with torch.cuda.device(index):
@@ -122,14 +122,24 @@ def _driver() -> Any:
     return import_module("cuda.bindings.driver")
 
 
+@lru_cache
+def _most_pairs(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count // 2
+
+
 def _map(matrices: Tensor, high: int) -> Any:
     """Describe contiguous matrices to the copy engine, which moves `high` rows of 128 bytes at a time."""
-    driver, size = _driver(), matrices.itemsize
+    count, rows, columns = matrices.shape
+    return _encoded(matrices.data_ptr(), count, rows, columns, matrices.itemsize, high)
+
+
+@lru_cache(maxsize=4096)  # addresses recur, and encoding takes longer than all else on a launch's way
+def _encoded(address: int, count: int, rows: int, columns: int, size: int, high: int) -> Any:
+    driver = _driver()
     kinds = driver.CUtensorMapDataType
     kind = kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32 if size == 4 else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-    count, rows, columns = matrices.shape
     problem, encoded = driver.cuTensorMapEncodeTiled(
-        kind, 3, matrices.data_ptr(), [driver.cuuint64_t(n) for n in (columns, rows, count)],
+        kind, 3, address, [driver.cuuint64_t(n) for n in (columns, rows, count)],
         [driver.cuuint64_t(n * size) for n in (columns, rows * columns)],
         [driver.cuuint32_t(n) for n in (128 // size, high, 1)], [driver.cuuint32_t(1)] * 3,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -137,5 +147,5 @@ def _map(matrices: Tensor, high: int) -> Any:
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )  # fmt: skip
-    assert not int(problem), f"a tensor of {tuple(matrices.shape)} at {matrices.data_ptr():#x} has no map: {problem}"
+    assert not int(problem), f"{count} matrices of {rows} by {columns} at {address:#x} have no map: {problem}"
     return (ctypes.c_char * 128).from_buffer_copy(ctypes.string_at(encoded.getPtr(), 128))
