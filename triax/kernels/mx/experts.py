@@ -76,20 +76,20 @@ def _experts(
 ) -> Tensor:
     is_learning = torch.is_grad_enabled() and (hidden.requires_grad or share.requires_grad)
     if hidden.is_cuda and os.environ.get("TRIAX_KERNELS") != "reference" and not is_learning:
-        from triax.kernels.mx import streamed
+        from triax.kernels.mx import planned, sliced, streamed
 
-        reasons = [streamed.unsupported(hidden, expert, gate, up, down, activation)]
-        if reasons[0] is None:
+        if streamed.unsupported(hidden, expert, gate, up, down, activation) is None:
             return streamed.experts(hidden, expert, share, gate, up, down, activation, rounded=rounded)
+        reason = planned.unsupported(hidden, gate, up, down, activation)
+        if reason is None:
+            return sliced.experts(hidden, expert, share, gate, up, down, activation, rounded=rounded)
         if find_spec("triton") is not None:
             from triax.kernels.mx import tiled
 
-            reasons.append(tiled.unsupported(hidden, gate, up, down, activation))
-            if reasons[1] is None:
+            reason = tiled.unsupported(hidden, gate, up, down, activation)
+            if reason is None:
                 return tiled.experts(hidden, expert, share, gate, up, down, activation, rounded=rounded)
-        warnings.warn(
-            f"kernels.mx.experts: no GPU kernel for {reasons[-1]}; one expert runs after the other", stacklevel=3
-        )
+        warnings.warn(f"kernels.mx.experts: no GPU kernel for {reason}; one expert runs after the other", stacklevel=3)
     prepare = mxfp8.rounded if rounded else _as_it_is
     return looped.experts(hidden, expert, share, gate, up, down, activation, prepare)
 

@@ -45,10 +45,11 @@ plan(const long long *expert, int pairs, int *order, Item *items, int *num_items
     for (int p = thread; p < pairs; p += THREADS) order[atomicAdd(&count[expert[p]], 1)] = p;
 }
 
-// Add what a token's experts returned, in the order of its choice: a block is a token, a thread four channels at a time.
-// Compiled with CHANNELS.
+// Add what a token's experts returned, in the order of its choice: a block is a token, a thread takes four channels
+// at a time. Compiled with CHANNELS.
 extern "C" __global__ void add(const float *returned, int top_k, unsigned short *output) {
-    const float4 *const from = reinterpret_cast<const float4 *>(returned) + (long long)blockIdx.x * top_k * (CHANNELS / 4);
+    const float4 *const from =
+        reinterpret_cast<const float4 *>(returned) + (long long)blockIdx.x * top_k * (CHANNELS / 4);
     for (int i = blockIdx.y * blockDim.x + threadIdx.x; i < CHANNELS / 4; i += gridDim.y * blockDim.x) {
         float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
         for (int choice = 0; choice < top_k; choice++) {
