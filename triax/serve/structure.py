@@ -304,4 +304,5 @@ def _k2_calls(tools: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _first_line(problem: Exception) -> str:
-    return (str(problem).strip().splitlines() or [type(problem).__name__])[0][:200]
+    line = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+    return re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", line)[:200]  # the library begins with the time and its own file

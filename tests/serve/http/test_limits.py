@@ -68,6 +68,8 @@ def test_more_than_the_queue_are_told_to_come_again(start, ask):
     response = server.post("/v1/chat/completions", body(slow))
     assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
     assert int(response.headers["retry-after"]) >= 1
+    many = server.post("/v1/chat/completions", body("hi", n=3))
+    assert many.status_code == 400, "it would wait for ever"
     for client in clients:
         client.join()
     assert server.post("/v1/chat/completions", body("hi")).status_code == 200

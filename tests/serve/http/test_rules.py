@@ -33,6 +33,13 @@ def form(**wrapper):
     return {"response_format": {"type": "json_schema", "json_schema": wrapper}}
 
 
+def deep(levels):
+    tree = {"type": "string"}
+    for _ in range(levels):
+        tree = {"type": "object", "properties": {"a": tree}}
+    return tree
+
+
 CASES = {
     "tools in a user message": ({"messages": [USER | {"tools": [tool()]}]}, "messages[0].tools"),
     "content and tools": ({"messages": [system(tool(), content="x"), USER]}, "messages[0]"),
@@ -78,6 +85,16 @@ CASES = {
     "strict that is a text": (
         form(name="x", schema={"type": "object"}, strict="yes"),
         "response_format.json_schema.strict",
+    ),
+    "schema of many properties": (
+        form(name="x", schema={"type": "object", "properties": {f"p{n}": {} for n in range(129)}}),
+        "response_format.json_schema.schema",
+    ),
+    "schema of many values": (form(name="x", schema={"enum": list(range(1001))}), "response_format.json_schema.schema"),
+    "deep schema": (form(name="x", schema=deep(80)), "response_format.json_schema.schema"),
+    "large schema of a tool": (
+        {"tools": [tool(parameters={"type": "object", "properties": deep(80)})], "tool_choice": "required"},
+        "tools[0].function.parameters",
     ),
     "another form": ({"response_format": {"type": "xml"}}, "response_format.type"),
     "medium effort": ({"reasoning_effort": "medium"}, "reasoning_effort"),

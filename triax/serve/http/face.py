@@ -82,6 +82,10 @@ class Face:
             )
         model = self.check_name(name)
         limit, waiting = self.settings.http.max_queue, len(self.link.waiting)
+        if num_choices > limit:
+            raise Fault(
+                400, f"n: asks for more than can wait; found {num_choices} choices, a queue of {limit}; ask for fewer"
+            )
         if waiting + num_choices > limit:
             wait = self._wait_s(waiting)
             raise Fault(

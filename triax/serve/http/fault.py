@@ -113,8 +113,8 @@ def install(app: FastAPI) -> None:
         assert isinstance(problem, HTTPException)
         told = {
             400: "body: not JSON; found text that does not parse; send a JSON object",
-            404: f"path: nothing is here; found `{request.url.path}`; see /docs",
-            405: f"method: not allowed here; found `{request.method}`; see /docs",
+            404: f"path: nothing is here; found `{request.url.path}`; see /openapi.json",
+            405: f"method: not allowed here; found `{request.method}`; see /openapi.json",
         }
         message = told.get(problem.status_code, f"request: {problem.detail}")
         return Fault(problem.status_code, message, headers=problem.headers).response()

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from triax.config.serve import Http
 from triax.serve.http.fault import Fault
 
-OPEN = ("/", "/health", "/metrics", "/openapi.json", "/docs", "/favicon.ico")
+OPEN = ("/", "/health", "/metrics", "/openapi.json", "/favicon.ico")
 """Paths that need no key and count towards no rate."""
 ADMIN = "/admin/"
 BODY_S = 60.0

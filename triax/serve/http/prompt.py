@@ -16,6 +16,7 @@ from triax.data.kimi import KimiTokenizer
 from triax.serve.http.fault import refuse
 from triax.serve.http.model import Model
 from triax.serve.http.schema import ChatRequest, Common, ImageUrl, Message
+from triax.serve.http.schema_size import check_size
 from triax.serve.request import MediaItem, Request, Sampling, Structure
 
 MAX_IMAGES = 64
@@ -185,7 +186,11 @@ def structure_of(
         answer = (opened, *encode("response"), separator)
     else:
         end = answer = (tokenizer.control[chat.k2.THINK_END],)
-    if options.tool_choice == "required" or named is not None:
+    must_call = options.tool_choice == "required" or named is not None
+    if must_call or (form != "text" and options.tool_choice != "none"):
+        for number, tool in enumerate(tools):
+            check_size(tool["function"].get("parameters") or {}, f"tools[{number}].function.parameters")
+    if must_call:
         return Structure("tools", json.dumps(list(tools), ensure_ascii=False), end if options.thinking else ())
     if form == "text":
         return None
@@ -193,6 +198,7 @@ def structure_of(
     after = () if not options.thinking else end if callable_tools else answer
     if form == "json_object":
         return Structure("json_object", "", after, callable_tools)
+    check_size(options.schema or {}, "response_format.json_schema.schema")
     return Structure("json_schema", json.dumps(options.schema, ensure_ascii=False), after, callable_tools)
 
 
