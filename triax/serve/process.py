@@ -4,6 +4,7 @@ Run by the API process as `python -m triax.serve.process ADDRESS`; it ends when 
 the API process is gone.
 """
 
+import gc
 import importlib
 import importlib.util
 import logging
@@ -192,6 +193,8 @@ def main(address: str) -> int:
         except TriaxError as problem:
             send(wire.Broken(type(problem).__name__, str(problem)))
             return 1
+        gc.collect()
+        gc.freeze()  # libraries and weights stay: no later collection stops the streams to look at them
         send(wire.Ready(facts_of(engine, settings)))
         host = Host(socket, engine)
         try:

@@ -1,6 +1,7 @@
 """Running the server: a socket, an engine process, and an orderly end."""
 
 import asyncio
+import gc
 import signal
 import socket
 from collections.abc import Callable
@@ -114,6 +115,8 @@ async def _watch(server: Server, say: Callable[[str], None]) -> None:
         await link.has_changed.wait()
         link.has_changed.clear()
         if link.status == "ready":
+            gc.collect()
+            gc.freeze()  # what is there now stays: no later collection stops the streams to look at it
             model = server.face.model
             say(f"ready: model `{model.name}`, {model.context} tokens of context, chat format {model.format}")
         elif link.status == "failed":
