@@ -14,11 +14,11 @@ from triax.errors import UnsupportedError
 from triax.kernels import nvrtc
 from triax.kernels.mla.split import LOG2_E, joined, processors, splits, workspace
 
-SOURCE = Path(__file__).with_name("hopper.cu")
+SOURCES = (Path(__file__).with_name("engine.cuh"), Path(__file__).with_name("hopper.cu"))
 LATENT, WIDTH, PAGE = 512, 576, 64
 MOST_HEADS = 96
-THREADS = 384
-PIECE = 64 * 128  # bytes of 64 tokens by 64 channels
+THREADS = 512
+PAGE_BYTES = 64 * 576  # of shared memory: half of the channels
 ROOM = 227 * 1024  # bytes of shared memory a block may have
 
 TYPES = """
@@ -66,35 +66,38 @@ def decode(
     groups = -(-heads // MOST_HEADS)
     columns = -(-heads // (groups * 16)) * 16
     groups = -(-heads // columns)
-    parts = splits(count * queries * groups, table.shape[1], processors(query.device))
+    parts = splits(count * queries * groups, table.shape[1], processors(query.device) // 2)
     query, table, seen = query.contiguous(), table.int(), seen.int()
     query = query if query.data_ptr() % 16 == 0 else query.clone()  # the copy engine reads from multiples of 16 bytes
     table = table if table.stride(-1) == 1 else table.contiguous()
     part, summary = workspace(query, parts, value_dim)
-    slots = ring_slots(columns)
-    shared = shared_bytes(columns, slots)
+    ring = ring_pages(columns)
+    shared = shared_bytes(columns, ring)
     with torch.cuda.device(query.device):
-        function = _function(columns, slots, shared, query.device.index)
+        function = _function(columns, ring, shared, query.device.index)
+        rows, tokens = count * queries * heads, len(latent) * PAGE
         values = [
-            _map(query.data_ptr(), count * queries * heads, columns),
-            _map(latent.data_ptr(), len(latent) * PAGE, PAGE),
+            _map(query.data_ptr(), rows, (64, columns // 2)),
+            _map(query.data_ptr(), rows, (32, columns // 2)),
+            _map(latent.data_ptr(), tokens, (64, PAGE)),
+            _map(latent.data_ptr(), tokens, (32, PAGE)),
             *(table, seen, part, summary),
-            *(ctypes.c_int(x) for x in (table.stride(0), *seen.stride(), queries, heads, parts)),
+            *(ctypes.c_int(x) for x in (table.stride(0), *seen.stride(), queries, heads)),
             ctypes.c_float(scale * LOG2_E),
         ]
-        nvrtc.launch(function, (parts, count * queries * groups), THREADS, shared, values)
+        nvrtc.launch(function, (count * queries * groups * 2, parts), THREADS, shared, values)
     return part[:, :, 0] if parts == 1 else joined(part, summary)
 
 
-def ring_slots(columns: int) -> int:
-    """Return how many pieces of latents find room beside the queries and the shares of this many heads."""
-    return min(18, (ROOM - 1024 - 11 * columns * 128 - 6 * 1024) // PIECE)
+def ring_pages(columns: int) -> int:
+    """Return how many pages' halves find room beside the queries and shares of this many heads."""
+    return min(4, (ROOM - shared_bytes(columns, 0)) // PAGE_BYTES)
 
 
-def shared_bytes(columns: int, slots: int) -> int:
+def shared_bytes(columns: int, ring: int) -> int:
     """Return the bytes of shared memory that a block needs: the source's arrays, in its order."""
-    small = 8 * (slots + 5) + 4 * (4 * columns + 8 * columns + 2)
-    return 1024 + slots * PIECE + 11 * columns * 128 + small + 16
+    barriers, notes, numbers = 8 * (ring + 10), 4 * (2 * columns + 16), 4 * (17 * columns // 2 + 2)
+    return ring * PAGE_BYTES + columns * (576 + 2 * 128) + barriers + notes + numbers + 16
 
 
 def products(columns: int) -> str:
@@ -118,21 +121,22 @@ def _product(name: str, columns: int, *, lying: int) -> str:
 
 
 @lru_cache(maxsize=16)
-def _function(columns: int, slots: int, shared: int, device: int) -> Any:
-    defines = (("HEADS", columns), ("SLOTS", slots), ("INFINITY", "__int_as_float(0x7f800000)"))
-    return nvrtc.load((SOURCE,), "attend", defines, shared, device, products(columns))
+def _function(columns: int, ring: int, shared: int, device: int) -> Any:
+    defines = (("HEADS", columns), ("RING", ring), ("INFINITY", "__int_as_float(0x7f800000)"))
+    return nvrtc.load(SOURCES, "attend", defines, shared, device, products(columns))
 
 
 @lru_cache(maxsize=256)
-def _map(address: int, rows: int, box: int) -> Any:
-    """Describe rows of bf16 latents to the copy engine, which brings `box` rows of 64 channels at a time."""
+def _map(address: int, rows: int, box: tuple[int, int]) -> Any:
+    """Describe rows of bf16 latents to the copy engine, which brings a box of 64 or 32 channels by rows at a time."""
     driver: Any = import_module("cuda.bindings.driver")
+    swizzles = driver.CUtensorMapSwizzle
     _, encoded = driver.cuTensorMapEncodeTiled(
         driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, address,
         [driver.cuuint64_t(WIDTH), driver.cuuint64_t(rows)], [driver.cuuint64_t(WIDTH * 2)],
-        [driver.cuuint32_t(64), driver.cuuint32_t(box)], [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+        [driver.cuuint32_t(size) for size in box], [driver.cuuint32_t(1), driver.cuuint32_t(1)],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        swizzles.CU_TENSOR_MAP_SWIZZLE_128B if box[0] == 64 else swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )  # fmt: skip
