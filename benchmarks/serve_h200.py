@@ -260,7 +260,7 @@ def peer(num_layers: int, say: Callable[..., None]) -> None:
             )  # fmt: skip
         return sync() - started
 
-    for batch, prompt, count in ((1, CONTEXT, 24), (64, PROMPT, 8)):
+    for batch, prompt, count in ((1, CONTEXT, 16), (64, PROMPT, 6)):
         run(batch, prompt, 2)
         first, whole = run(batch, prompt, 1), run(batch, prompt, 1 + count)
         step = (whole - first) / count
