@@ -1,6 +1,7 @@
 """The Inspect provider: Inspect's own checks of a provider, and a real evaluation."""
 
 import asyncio
+import gc
 import inspect
 
 import pytest
@@ -87,7 +88,8 @@ def test_an_evaluation_runs_in_sandboxes_that_it_finds_by_name(tmp_path):
         sandbox=SandboxEnvironmentSpec("triax", configured(tmp_path)),
     )
     (log,) = eval(task, model="mockllm/model", log_dir=str(tmp_path / "logs"), display="none")
-    assert log.status == "success"
+    gc.collect()  # what Inspect left unclosed is found here, where it is forgiven, and in no other test
+    assert log.status == "success", log.error
     assert log.results.scores[0].metrics["accuracy"].value == 1.0
     assert list((tmp_path / "inspect").glob("*/machines/*")) == []  # nothing is left
 

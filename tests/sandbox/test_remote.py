@@ -174,7 +174,8 @@ class Flaky(BaseHTTPRequestHandler):
         pass
 
 
-def test_fifty_episodes_finish_and_leave_nothing_where_a_third_of_creates_and_ends_fail(server, tmp_path):
+@pytest.mark.parametrize("count", [16, pytest.param(50, marks=pytest.mark.soak)])
+def test_episodes_finish_and_leave_nothing_where_a_third_of_creates_and_ends_fail(count, server, tmp_path):
     Flaky.target = server.url
     with ThreadingHTTPServer(("127.0.0.1", 0), Flaky) as flaky:
         thread = threading.Thread(target=flaky.serve_forever)
@@ -189,7 +190,7 @@ def test_fifty_episodes_finish_and_leave_nothing_where_a_third_of_creates_and_en
 
         async def body(host):
             gate = asyncio.Semaphore(8)
-            return await asyncio.gather(*(episode(host, number, gate) for number in range(50)))
+            return await asyncio.gather(*(episode(host, number, gate) for number in range(count)))
 
         url = f"http://127.0.0.1:{flaky.server_port}"
         try:
@@ -197,8 +198,8 @@ def test_fifty_episodes_finish_and_leave_nothing_where_a_third_of_creates_and_en
         finally:
             flaky.shutdown()
             thread.join()
-    assert told == [f"{number}\n".encode() for number in range(50)]
-    assert Flaky.failed > 10
+    assert told == [f"{number}\n".encode() for number in range(count)]
+    assert Flaky.failed > count // 5
     assert server.plane.host.sandboxes({"owner": tmp_path.name.replace("_", "-")}) == []
 
 

@@ -83,6 +83,8 @@ class Capabilities:
         terminals: Processes may have a terminal.
         expose: A port inside can be reached from the host.
         oci_images: Root filesystems come from OCI images.
+        attach: Processes from before a suspend or fork can be listened to again.
+        network_change: What a sandbox may reach can be changed while it runs.
     """
 
     memory_snapshot: bool = False
@@ -94,6 +96,8 @@ class Capabilities:
     terminals: bool = False
     expose: bool = False
     oci_images: bool = False
+    attach: bool = False
+    network_change: bool = False
 
 
 @dataclass(frozen=True, slots=True)

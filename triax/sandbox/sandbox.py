@@ -5,7 +5,7 @@ import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Protocol, TypeVar, cast
 
 from triax.errors import SandboxError
 from triax.sandbox.command import positive, sane_path, variables, words
@@ -26,6 +26,18 @@ from triax.sandbox.store import Record
 T = TypeVar("T")
 
 MOST_COPIES = 1024
+
+
+class Rejoined(Protocol):
+    """A machine whose processes from before a suspend or fork can be listened to again."""
+
+    async def attach(self, pid: int) -> Process:
+        """Listen again to one."""
+        ...
+
+    async def processes(self) -> Sequence[int]:
+        """Return the numbers of all that were started from outside and still run."""
+        ...
 
 
 class Sandbox:
@@ -147,6 +159,18 @@ class Sandbox:
         if terminal is not None and not self._life.owner.backend.capabilities.terminals:
             raise self._cannot("terminals")
         return await self._use(lambda machine: machine.start(parts, env=pairs, cwd=cwd, user=user, terminal=terminal))
+
+    async def attach(self, pid: int) -> Process:
+        """Listen again to a process from before its machine was put away or split; what it wrote meanwhile is gone."""
+        if not self._life.owner.backend.capabilities.attach:
+            raise self._cannot("attach")
+        return await self._use(lambda machine: cast(Rejoined, machine).attach(pid))
+
+    async def processes(self) -> Sequence[int]:
+        """Return the numbers of processes that were started from outside and still run, from before a suspend too."""
+        if not self._life.owner.backend.capabilities.attach:
+            raise self._cannot("attach")
+        return await self._use(lambda machine: cast(Rejoined, machine).processes())
 
     async def read(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
         """Return bytes of a file, from `offset` on and at most `limit`."""

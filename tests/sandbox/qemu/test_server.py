@@ -8,7 +8,7 @@ import time
 
 import httpx
 import pytest
-from e2b import Sandbox
+from e2b import CommandExitException, Sandbox
 
 from triax.config.sandbox import Server
 from triax.sandbox.backend.qemu import QemuBackend
@@ -93,3 +93,35 @@ def test_an_image_that_does_not_boot_is_told_and_leaves_nothing(serve, tmp_path)
         assert httpx.post(f"{server.url}/sandboxes-cold", json={"image": "none"}).status_code == 404
         made = httpx.post(f"{server.url}/sandboxes-cold", json={"image": "good"}, timeout=120)
         assert made.status_code == 201, made.text
+
+
+def test_a_command_from_before_a_pause_is_listed_and_listened_to_again(serve, tmp_path):
+    settings = Server(folder=tmp_path / "state", port=0, backend="qemu")
+    with serve(settings, QemuBackend(tmp_path / "machines")) as server:
+        sandbox = Sandbox.create(timeout=300, **server.options)
+        loop = "i=0; while [ ! -e /tmp/stop ]; do i=$((i+1)); echo tick $i; sleep 0.1; done; echo over; exit 3"
+        pid = sandbox.commands.run(loop, background=True).pid
+        ended = sandbox.commands.run("sleep 1", background=True)
+        ended.kill()
+        sandbox.pause()
+        again = Sandbox.connect(sandbox.sandbox_id, **server.options)
+        listed = again.commands.list()
+        assert [one.pid for one in listed] == [pid]
+        assert loop in listed[0].args
+        seen = []
+        process = again.commands.connect(pid)
+        for out, _, _ in process:
+            seen.append(out)
+            if len(seen) == 2:
+                again.files.write("/tmp/stop", "")
+        with pytest.raises(CommandExitException) as end:
+            process.wait()
+        assert (end.value.exit_code, "".join(filter(None, seen)).endswith("over\n")) == (3, True)
+        other = again.commands.run("sleep 600", background=True).pid
+        again.pause()
+        again = Sandbox.connect(sandbox.sandbox_id, **server.options)
+        assert again.commands.kill(other)
+        give_up = time.monotonic() + 20
+        while again.commands.list() and time.monotonic() < give_up:
+            time.sleep(0.05)
+        assert again.commands.list() == []

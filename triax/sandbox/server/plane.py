@@ -77,21 +77,23 @@ class Plane:
         sandbox = self.find(sandbox_id)
         if sandbox.status in ("paused", "suspended") and sandbox.spec.metadata.get(wire.AUTO_RESUME) == "true":
             await sandbox.resume()
-        if wire.STATES[sandbox.status] != "running":
+        if wire.state(sandbox.status) != "running":
             raise SandboxError(f"sandbox {sandbox_id}: it is {sandbox.status}; connect to it first", status=502)
         known = self._sessions.get(sandbox_id)
         if known is not None and known[0] == sandbox.generation:
             return known[1]
         await self.forget(sandbox_id)
-        session = Session(sandbox)
+        session = Session(sandbox) if known is None else known[1]
         self._sessions[sandbox_id] = (sandbox.generation, session)
         return session
 
     async def forget(self, sandbox_id: str) -> None:
         """Let go of what clients had open in a sandbox, as when its machine ends."""
-        known = self._sessions.pop(sandbox_id, None)
+        known = self._sessions.get(sandbox_id)
         if known is not None:
             await known[1].close()
+            if known[1].sandbox.status == "dead":
+                self._sessions.pop(sandbox_id, None)
 
     async def create(self, wanted: schema.NewSandbox | schema.NewColdSandbox, key: str | None = None) -> Sandbox:
         """Make the sandbox that a request describes.

@@ -65,6 +65,7 @@ def check_text(what: str, *texts: str) -> None:
 
 async def _list(request: Any, call: Call) -> Any:
     session: Session = call.target
+    await session.rejoined()
     return message(
         "process.ListResponse",
         processes=[
@@ -130,7 +131,7 @@ async def start(request: Any, call: Call) -> Running:
 
 
 async def _connect(request: Any, call: Call) -> AsyncGenerator[Any, None]:
-    running = call.target.find(request.process)
+    running = await call.target.find(request.process)
     async for event in _tell("process.ConnectResponse", running, call):
         yield event
 
@@ -189,7 +190,7 @@ def _end(result: Result) -> Any:
 
 
 async def _update(request: Any, call: Call) -> Any:
-    running = call.target.find(request.process)
+    running = await call.target.find(request.process)
     if request.HasField("pty"):
         if not running.has_terminal:
             raise Fault("failed_precondition", f"process {running.pid} has no terminal to resize")
@@ -198,7 +199,7 @@ async def _update(request: Any, call: Call) -> Any:
 
 
 async def _send_input(request: Any, call: Call) -> Any:
-    await _write(call.target.find(request.process), request.input)
+    await _write(await call.target.find(request.process), request.input)
     return message("process.SendInputResponse")
 
 
@@ -207,7 +208,7 @@ async def _stream_input(requests: AsyncIterator[Any], call: Call) -> Any:
     async for request in requests:
         kind = request.WhichOneof("event")
         if kind == "start":
-            running = call.target.find(request.start.process)
+            running = await call.target.find(request.start.process)
         elif kind == "data":
             if running is None:
                 raise Fault("invalid_argument", "a stream of input must begin with `start`; found `data`")
@@ -228,12 +229,12 @@ async def _write(running: Running, given: Any) -> None:
 async def _send_signal(request: Any, call: Call) -> Any:
     if request.signal not in (signal.SIGTERM, signal.SIGKILL):
         raise Fault("invalid_argument", f"signal must be SIGTERM or SIGKILL; found number {request.signal}")
-    await call.target.find(request.process).process.kill(request.signal)
+    await (await call.target.find(request.process)).process.kill(request.signal)
     return message("process.SendSignalResponse")
 
 
 async def _close_stdin(request: Any, call: Call) -> Any:
-    running = call.target.find(request.process)
+    running = await call.target.find(request.process)
     if running.has_terminal:
         raise Fault("failed_precondition", f"process {running.pid} has a terminal; write the character EOT to it")
     await running.process.close_stdin()

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
+from triax.errors import SandboxError
 from triax.sandbox.protocol import Process, Result
 from triax.sandbox.server.connect import Fault
 
@@ -54,6 +55,11 @@ class Running:
     def is_over(self) -> bool:
         """Whether it has ended or was lost."""
         return self._pump.done()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its end was heard of; of one whose machine was put away nothing more was."""
+        return self.result is not None and self.result.outcome != "infrastructure"
 
     async def listen(self, keepalive_s: float | None = None) -> AsyncGenerator[Event | None, None]:
         """Give what the process writes from now on and, last, how it ended.
@@ -136,16 +142,17 @@ class Running:
 
 
 class Session:
-    """The open processes of one sandbox, by their numbers.
+    """The open processes of one sandbox, by their numbers, through all its generations.
 
     Args:
-        sandbox: The sandbox; only `start` and `stat` are asked of it here.
+        sandbox: The sandbox; only `start`, `stat`, `attach` and `processes` are asked of it here.
     """
 
     def __init__(self, sandbox: Any) -> None:
         self.sandbox = sandbox
         self.processes: dict[int, Running] = {}
         self.watchers: dict[str, Any] = {}
+        self._earlier: dict[int, Running] = {}
         self.writing = asyncio.Lock()
         """Held while a large file goes through this process's memory."""
         self._shell: str | None = None
@@ -170,22 +177,45 @@ class Session:
         self.processes = {pid: known for pid, known in self.processes.items() if not known.is_over}
         self.processes[running.pid] = running
 
-    def find(self, selector: Any) -> Running:
+    async def find(self, selector: Any) -> Running:
         """Return the process that a `process.ProcessSelector` names.
 
         Raises:
             Fault: There is none.
         """
         which = selector.WhichOneof("selector")
-        for running in self.processes.values():
+        for running in [*self.processes.values(), *await self.rejoined()]:
             same = running.pid == selector.pid if which == "pid" else running.tag == selector.tag
             if which is not None and same and not running.is_over:
                 return running
         wanted = getattr(selector, which) if which else "none"
         raise Fault("not_found", f"process with {which or 'pid or tag'} `{wanted}` is not running")
 
+    async def rejoined(self) -> list[Running]:
+        """Listen again to those that clients started before the machine was put away, where that can be."""
+        found = []
+        if self._earlier:
+            try:
+                left = await self.sandbox.processes()
+            except SandboxError as problem:
+                if problem.status != 501:
+                    raise
+                left = ()  # this backend keeps no processes
+            earlier, self._earlier = self._earlier, {}
+            for pid in left:
+                known = earlier.get(pid)
+                if known is None or pid in self.processes:
+                    continue
+                with contextlib.suppress(SandboxError):  # it ended in this very moment
+                    process = await self.sandbox.attach(pid)
+                    again = Running(process, known.config, tag=known.tag, has_terminal=known.has_terminal)
+                    self.add(again)
+                    found.append(again)
+        return found
+
     async def close(self) -> None:
         """Let go of every process and watcher, as when the machine stops."""
+        self._earlier |= {pid: running for pid, running in self.processes.items() if not running.has_ended}
         processes, self.processes = list(self.processes.values()), {}
         watchers, self.watchers = list(self.watchers.values()), {}
         for each in [*processes, *watchers]:

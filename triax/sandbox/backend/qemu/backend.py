@@ -59,6 +59,7 @@ class QemuBackend:
         terminals=True,
         expose=True,
         oci_images=True,
+        attach=True,
     )
 
     def __init__(
