@@ -205,6 +205,8 @@ class Link:
         try:
             if mode == "abort":
                 await self.ask("pause", timeout_s, mode="abort")
+            if mode == "wait":
+                await self.ask("resume", timeout_s)  # what an earlier pause has frozen would never end
             if mode != "keep":
                 async with asyncio.timeout(timeout_s):
                     while self._boxes:

@@ -120,6 +120,14 @@ def test_a_client_that_leaves_ends_its_request(server, ask, stream):
     assert figure(server, "triax_active_requests") == 0
 
 
+def test_a_client_that_leaves_before_its_body_is_no_fault_of_ours(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(raw("{}" + " " * 50)[:-50])
+    until(lambda: 'status="499"' in server.get("/metrics").text)
+    assert "Traceback" not in server.log.read_text()
+
+
 def test_a_reader_that_does_not_read_holds_up_nobody(server, ask):
     name = server.script("unread", ask.said("word " * 20_000), per_step=64)
     host, port = server.url.removeprefix("http://").split(":")

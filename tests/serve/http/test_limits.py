@@ -163,6 +163,14 @@ def test_a_pause_keeps_what_runs_or_waits_for_it(start, ask, mode):
     if mode == "keep":
         assert len(pieces) <= seen + 2, "nothing is said meanwhile"
     assert not answers
+    if mode == "keep":  # a pause that waits lets what is frozen go on
+        waiting = threading.Thread(
+            target=server.post, args=("/admin/pause", {"mode": "wait"}), kwargs={"headers": boss}
+        )
+        waiting.start()
+        waiting.join(60)
+        assert not waiting.is_alive()
+        assert not answers
     assert server.post("/admin/resume", {}, headers=boss).status_code == 200
     for one in (reader, held):
         one.join(60)

@@ -101,6 +101,12 @@ def test_an_answer_that_is_cut_says_so(server):
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"reasoning": {"effort": "medium"}}, "reasoning_effort"),
         ({"temperature": 3}, "temperature"),
+        ({"input": [{"type": "function_call", "name": "f" * 300, "call_id": "x"}]}, "input[0].name"),
+        ({"metadata": {"a": "\ud83d"}}, "metadata"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "\ud83d", "schema": {}}}},
+            "response_format.json_schema.name",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused(server, fields, param):

@@ -115,6 +115,17 @@ CASES = {
     "another role": ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role"),
     "a user without words": ({"messages": [{"role": "user"}]}, "messages[0].content"),
     "half a character": ({"messages": [{"role": "user", "content": "\ud83d"}]}, "messages[0].content"),
+    "half a character as an effort": ({"reasoning_effort": "\ud83d"}, "reasoning_effort"),
+    "half a character as a token": ({"logit_bias": {"\ud83d": 1}}, "logit_bias"),
+    "half a character as an address": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "\ud83d"}}]}]},
+        "messages[0].content[0].image_url",
+    ),
+    "half a character in what is kept": ({"metadata": {"a": "\ud83d"}}, "metadata"),
+    "half a character as a form's name": (
+        form(name="\ud83d", schema={"type": "object"}),
+        "response_format.json_schema.name",
+    ),
     "a begun answer": (
         {"messages": [USER, {"role": "assistant", "content": "x", "partial": True}]},
         "messages[1].partial",

@@ -11,6 +11,7 @@ from anyio import to_thread
 from fastapi import Request as HttpRequest
 from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -182,7 +183,10 @@ class StrictRoute(APIRoute):
                     raise Fault(  # a page of another origin could send any other kind without asking first
                         415, f"content-type: must be application/json; found `{kind[:80]}`; send that header"
                     )
-                data = await request.body()
+                try:
+                    data = await request.body()
+                except ClientDisconnect:
+                    raise Fault(499, "body: did not come; found a closed connection; nothing to do") from None
                 try:
                     request._json = parse_json(data.decode())
                 except ValueError as problem:

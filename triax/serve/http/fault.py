@@ -43,7 +43,9 @@ class Fault(TriaxError):
     def tree(self) -> dict[str, Any]:
         """Return the error object."""
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        words = (str(self), self.param)  # what they quote may be half of a character
+        message, param = (text and text.encode("utf-8", "backslashreplace").decode() for text in words)
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         """Return the whole answer."""

@@ -158,7 +158,7 @@ def check_form(form: Mapping[str, Any] | None) -> None:
     wrapper = form.get("json_schema")
     if not isinstance(wrapper, Mapping):
         raise refuse(f"{where}: must be an object; found `{wrapper!r}`; give name and schema")
-    if not isinstance(wrapper.get("name"), str) or not wrapper["name"]:
+    if not isinstance(name := wrapper.get("name"), str) or not name or not name.isprintable():
         raise refuse(f"{where}.name: is missing; found `{wrapper.get('name')!r}`; name the schema")
     if not isinstance(wrapper.get("schema"), Mapping):
         raise refuse(f"{where}.schema: must be an object; found `{wrapper.get('schema')!r}`; give a JSON schema")

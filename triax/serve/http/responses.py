@@ -8,6 +8,7 @@ from uuid import uuid4
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
+from pydantic import ValidationError
 from starlette.responses import Response
 
 from triax.data.chat import Event
@@ -109,7 +110,10 @@ def _add(messages: list[Message], item: Item, where: str) -> None:
             messages.append(last)
         function = {"name": item.name, "arguments": item.arguments or "{}"}
         call = {"id": item.call_id, "type": "function", "function": function}
-        whole = Message.model_validate({"role": "assistant", "tool_calls": [call]})
+        try:
+            whole = Message.model_validate({"role": "assistant", "tool_calls": [call]})
+        except ValidationError:
+            raise refuse(f"{where}.name: is too long; found {len(item.name)} characters; send the call's own") from None
         last.tool_calls = [*(last.tool_calls or ()), *(whole.tool_calls or ())]
     else:
         if not item.call_id:

@@ -1,8 +1,9 @@
 """Bodies of requests: strict types, every field with its range; unknown fields are refused, as the API's owners do."""
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
@@ -29,6 +30,15 @@ Stop = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=1024)]], BeforeValidator(_listed), Field(max_length=MAX_STOPS)
 ]
 Tree = dict[str, Any]
+
+
+def _can_be_sent(value: Tree | None) -> Tree | None:
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+Kept = Annotated[Tree | None, AfterValidator(_can_be_sent)]
+"""What an answer tells again: whole characters only."""
 
 
 class ImageUrl(Echoed):
@@ -107,7 +117,7 @@ class Common(Body):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     user: str | None = None
     """Accepted and not used, as is whatever says nothing about the answer."""
-    metadata: Tree | None = None
+    metadata: Kept = None
     ignore_eos: bool = False
     """Write on past the model's ends, for benchmarks."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
