@@ -1,5 +1,6 @@
 """What no well-behaved client sends, and what only machines read."""
 
+import asyncio
 import json
 import ssl
 import struct
@@ -11,6 +12,7 @@ import pytest
 from triax.config.sandbox import Quotas, Server, Template, read
 from triax.errors import ConfigError
 from triax.sandbox.backend.process import ProcessBackend
+from triax.sandbox.server.session import Running
 
 
 @pytest.fixture
@@ -235,3 +237,16 @@ def test_one_port_speaks_both_versions_of_http_over_tls(serve, tmp_path):
 def test_settings_that_cannot_serve_are_refused(words, found):
     with pytest.raises(ConfigError, match=found):
         read(words)
+
+
+def test_what_was_written_before_the_first_client_listens_is_not_lost(hosting, tmp_path):
+    async def run():
+        async with hosting("process", tmp_path) as host:
+            process = await (await host.create()).start("echo all")
+            await asyncio.sleep(0.3)  # it wrote all and ended
+            running = Running(process, {})
+            await asyncio.sleep(0.05)
+            return [event async for event in running.listen()]
+
+    (name, data), end = asyncio.run(run())
+    assert (name, data, end.exit_code) == ("stdout", b"all\n", 0)

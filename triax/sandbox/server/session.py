@@ -12,6 +12,9 @@ from triax.sandbox.server.connect import Fault
 WAITING_CHUNKS = 64
 """Chunks of output that may wait for one listener before the process is made to wait."""
 
+FIRST_S = 5.0
+"""Seconds that output waits for the first listener: a short command has written all before its client listens."""
+
 Event = tuple[str, bytes] | Result
 """A chunk of output with the name of its stream, or how the process ended."""
 
@@ -25,6 +28,7 @@ class Running:
         tag: The client's name for it.
         has_terminal: Its output comes from a terminal.
         limit_s: Seconds after which it is killed.
+        waits: Whether a client that listens from the start is on its way.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class Running:
         tag: str | None = None,
         has_terminal: bool = False,
         limit_s: float | None = None,
+        waits: bool = True,
     ) -> None:
         self.process = process
         self.config = config
@@ -43,6 +48,9 @@ class Running:
         self.result: Result | None = None
         self.failure: Exception | None = None
         self._listeners: set[asyncio.Queue[Event | Exception]] = set()
+        self._heard = asyncio.Event()
+        if not waits:
+            self._heard.set()
         self._pump = asyncio.create_task(self._run())
         self._limit = None if limit_s is None else asyncio.create_task(self._kill_after(limit_s))
 
@@ -75,6 +83,7 @@ class Running:
             queue.put_nowait(self._outcome())
         else:
             self._listeners.add(queue)
+            self._heard.set()
         try:
             while True:
                 try:
@@ -103,6 +112,9 @@ class Running:
 
     async def _run(self) -> None:
         try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_S):
+                    await self._heard.wait()
             async for name, chunk in self.process.output():
                 await self._tell((name, chunk))
             self.result = await self.process.wait()
@@ -208,7 +220,7 @@ class Session:
                     continue
                 with contextlib.suppress(SandboxError):  # it ended in this very moment
                     process = await self.sandbox.attach(pid)
-                    again = Running(process, known.config, tag=known.tag, has_terminal=known.has_terminal)
+                    again = Running(process, known.config, tag=known.tag, has_terminal=known.has_terminal, waits=False)
                     self.add(again)
                     found.append(again)
         return found
