@@ -52,23 +52,22 @@ class Flight:
         said: Tensor | None = None,
         tops: Sequence[int | None] = (),
         prompts: Mapping[int, tuple[TokenInfo, ...]] | None = None,
+        logprob: Tensor | None = None,
     ) -> None:
         self.keeper, self.rows, self.token, self.is_valid, self.said = keeper, rows, token, is_valid, said
-        self.tops, self.prompts = tops, prompts or {}
+        self.tops, self.prompts, self.logprob = tops, prompts or {}, logprob
         self.draws: Sequence[Draw] = ()
-        self._landed: tuple[Tensor, Tensor] | None = None
+        self._landed: list[Tensor] | None = None
         self._event: torch.cuda.Event | None = None
         self._result: StepResult | None = None
 
     def depart(self) -> None:
         """Send the tokens on their way to the host."""
-        if self.token is not None and self.is_valid is not None and self.token.is_cuda and self._result is None:
-            self._landed = (
-                torch.empty(self.token.shape, dtype=self.token.dtype, pin_memory=True),
-                torch.empty(self.is_valid.shape, dtype=torch.bool, pin_memory=True),
-            )
-            self._landed[0].copy_(self.token, non_blocking=True)
-            self._landed[1].copy_(self.is_valid, non_blocking=True)
+        if self.token is not None and self.token.is_cuda and self._result is None:
+            parts = [part for part in (self.token, self.is_valid, self.logprob) if part is not None]
+            self._landed = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts]
+            for part, place in zip(parts, self._landed, strict=True):
+                place.copy_(part, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
 
@@ -81,9 +80,11 @@ class Flight:
     def _results(self) -> list[RowResult]:
         drawn: list[int] = []
         fine: list[bool] = []
+        logprobs: list[float] = []
         if self._landed is not None and self._event is not None:
             self._event.synchronize()
-            drawn, fine = self._landed[0].tolist(), self._landed[1].tolist()
+            drawn, fine, *rest = (part.tolist() for part in self._landed)
+            logprobs = rest[0] if rest else []
         elif self.token is not None and self.is_valid is not None:
             drawn, fine = self.token.tolist(), self.is_valid.tolist()
         results: list[RowResult] = []
@@ -104,10 +105,13 @@ class Flight:
                 if live.guide is not None:
                     live.guide.push(tokens)
             top = self.tops[first] if self.tops else None
-            if top is not None:
+            known: tuple[TokenInfo, ...] = ()
+            if top is not None and logprobs:
+                known = tuple(TokenInfo(token, logprobs[first]) for token in tokens)
+            elif top is not None:
                 reports += [(first + i, token, top) for i, token in enumerate(tokens)]
                 owners.append((n, len(tokens)))
-            results.append(RowResult(tuple(tokens), (), self.prompts.get(n, ()), bool(tokens)))
+            results.append(RowResult(tuple(tokens), known, self.prompts.get(n, ()), bool(tokens)))
             first += row.drafts + 1
         if reports and self.said is not None:
             places, tokens, tops = (list(column) for column in zip(*reports, strict=True))

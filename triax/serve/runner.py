@@ -17,7 +17,7 @@ from triax.model.memory import Memory, Part
 from triax.model.vision import Media
 from triax.serve.arena import Store
 from triax.serve.flight import Flight, Live
-from triax.serve.graphs import Graphs
+from triax.serve.graphs import Graphs, Line
 from triax.serve.plan import PENDING, Plan, Row, StepResult
 from triax.serve.request import MediaItem, Request, TokenInfo
 from triax.serve.sampler import Draw, adjusted, distribution, infos, sample, uniform
@@ -190,19 +190,27 @@ class Runner:
         return logits if logits.dtype is torch.float64 else logits.float()
 
     def _decode(self, rows: tuple[Row, ...], graphs: Graphs) -> Flight:
-        """Run one token a row as a graph; tokens that are not simply the likeliest are chosen behind it."""
-        graph = graphs.run([(row.tokens[0], row.slot, row.position, row.pages) for row in rows])
-        if self.poison is None and not any(self._needs_logits(row) for row in rows):
-            for row in rows:
-                self.sequences[row.sequence].ahead += 1
-            return Flight(self, rows, graph.token[: len(rows)].clone(), graph.is_valid[: len(rows)].clone())
-        return self._choose(rows, graph.logits[: len(rows)].clone(), {})
+        """Run one token a row as a graph, which chooses too unless a choice reads more than the logits."""
+        graph = graphs.run([Line(row.tokens[0], row.slot, row.position, row.pages, self._way(row)) for row in rows])
+        if self.poison is not None or any(self._needs_logits(row) for row in rows):
+            return self._choose(rows, graph.logits[: len(rows)].clone(), {})
+        for row in rows:
+            self.sequences[row.sequence].ahead += 1
+        tops = [self.sequences[row.sequence].request.top_logprobs for row in rows]
+        token, logprob, is_valid = (part[: len(rows)].clone() for part in graph.drawn)
+        return Flight(self, rows, token, is_valid, tops=tops, logprob=logprob if any(x == 0 for x in tops) else None)
 
     def _needs_logits(self, row: Row) -> bool:
         request = self.sequences[row.sequence].request
-        how = request.sampling
-        is_simple = how.temperature == 0 and not how.bias and not self._reads(row)
-        return not is_simple or request.top_logprobs is not None
+        return bool(request.sampling.bias) or self._reads(row) or bool(request.top_logprobs)
+
+    def _way(self, row: Row) -> tuple[float, int, float, float, float]:
+        live = self.sequences[row.sequence]
+        how = live.request.sampling
+        if how.temperature == 0:
+            return 0.0, 0, 1.0, 0.0, 0.0
+        place = uniform(live.request.seed, len(live.answer) + live.ahead)
+        return how.temperature, how.top_k, how.top_p, how.min_p, place
 
     # choosing
 

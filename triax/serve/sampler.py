@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from triax.kernels import draw as kernel
 from triax.model.device import on_device
 from triax.model.logprob import logprobs
 from triax.serve.request import Sampling, TokenInfo
@@ -59,6 +60,8 @@ def sample(
     Returns:
         Tokens, in range for every row, and whether the row's logits were a distribution.
     """
+    if logits.is_cuda and logits.dtype is torch.float32:
+        return _sample_at_once(logits, draws, unsaid)
     score, is_valid = adjusted(logits, draws, unsaid)
     groups: dict[tuple[float, int, float, float], list[int]] = {}
     for row, draw in enumerate(draws):
@@ -74,12 +77,28 @@ def sample(
     return token, is_valid
 
 
+def _sample_at_once(
+    logits: Float[Tensor, "B V"], draws: Sequence[Draw], unsaid: Int[Tensor, " U"] | None
+) -> tuple[Int[Tensor, " B"], Bool[Tensor, " B"]]:
+    """Choose by one kernel, whatever the rows ask for."""
+    score, is_valid = adjusted(logits, draws, unsaid, torch.float32)
+    columns = [[getattr(draw.how, name) for draw in draws] for name in ("temperature", "top_p", "min_p")]
+    temperature, top_p, min_p = (on_device(column, logits.device, torch.float32) for column in columns)
+    top_k = on_device([draw.how.top_k for draw in draws], logits.device, torch.int32)
+    points = on_device([draw.uniform for draw in draws], logits.device, torch.float64)
+    drawn = kernel.draw(score, None, kernel.Ways(temperature, top_k, top_p, min_p, points))
+    return drawn.token, is_valid & drawn.is_valid
+
+
 def adjusted(
-    logits: Float[Tensor, "B V"], draws: Sequence[Draw], unsaid: Int[Tensor, " U"] | None = None
+    logits: Float[Tensor, "B V"],
+    draws: Sequence[Draw],
+    unsaid: Int[Tensor, " U"] | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Float[Tensor, "B V"], Bool[Tensor, " B"]]:
     """Return the scores that temperature and filters work on, and whether the logits were a distribution."""
     is_valid = logits.amax(-1).isfinite() & ~logits.isnan().any(-1)
-    score = logits.double()
+    score = logits.to(dtype, copy=True)
     if unsaid is not None and len(unsaid):
         score[:, unsaid] = -torch.inf
     for row, draw in enumerate(draws):
