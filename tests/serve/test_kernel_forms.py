@@ -153,3 +153,14 @@ def test_a_short_piece_far_behind_its_beginning_is_absorbed_and_says_the_same(mo
             memory = Memory.of(model.settings, arena, parts, 1)
             said.append(model(torch.arange(11) + 7, memory.layout, memory))
     torch.testing.assert_close(said[1], said[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_a_network_that_only_remembers_is_served_too(model, tokenizer, has_kernels):
+    torch.manual_seed(3)
+    only = Decoder(model.settings.model_copy(update={"mla_layers": ()})).eval()
+    said = finish(engine_of(only, tokenizer, has_kernels=has_kernels), "greedy", count=4)
+    whole = [*PROMPTS[1], *(token for token, _ in said["r1"][:-1])]
+    with torch.no_grad():
+        logits = only.logits(only(torch.tensor(whole), Layout.of([len(whole)])))[len(PROMPTS[1]) - 1 :]
+    assert logits[:, : tokenizer.vocab_size].argmax(-1).tolist() == [token for token, _ in said["r1"]]

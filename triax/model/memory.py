@@ -59,7 +59,11 @@ class Arena:
         """
         mla = sum(settings.is_mla(layer) for layer in range(settings.num_layers))
         wide, count = torch.promote_types(dtype, torch.float32), settings.num_layers - mla
-        state, window, latent = (count, num_slots + 1, 0, 0, 0), (count, num_slots + 1, 0, 0), (0, num_pages + 1, 1, 1)
+        state, window, latent = (
+            (count, num_slots + 1, 0, 0, 0),
+            (count, num_slots + 1, 0, 0),
+            (0, num_pages + 1, page_tokens, 1),
+        )
         if settings.kda is not None and count:
             heads, dim = settings.kda.num_heads, settings.kda.head_dim
             state = (count, num_slots + 1, heads, dim, dim)
