@@ -295,6 +295,8 @@ def main() -> None:
             cache=Caching(pages=6000, slots=200, prefixes=Prefixes()),
         )
         engine = Engine(model, Numbers(model.settings.vocab_size), settings)
+        gc.collect()
+        gc.freeze()  # as the engine's own process does
         say(
             part="built", seconds=round(time.perf_counter() - started, 1), torch=torch.__version__,
             gpu=torch.cuda.get_device_name(), parameters=sum(p.numel() for p in model.parameters()),
