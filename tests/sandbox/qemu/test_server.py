@@ -125,3 +125,16 @@ def test_a_command_from_before_a_pause_is_listed_and_listened_to_again(serve, tm
         while again.commands.list() and time.monotonic() < give_up:
             time.sleep(0.05)
         assert again.commands.list() == []
+
+
+def test_what_a_sandbox_may_reach_is_settled_when_it_is_made(serve, tmp_path):
+    settings = Server(folder=tmp_path / "state", port=0, backend="qemu")
+    backend = QemuBackend(tmp_path / "machines")
+    assert not backend.capabilities.network_change
+    with serve(settings, backend) as server:
+        made = {"templateID": "base", "network": {"allowOut": ["192.0.2.1"]}}
+        sandbox = httpx.post(f"{server.url}/v2/sandboxes", json=made, timeout=60).json()["sandboxID"]
+        at = f"{server.url}/sandboxes/{sandbox}/network"
+        assert httpx.put(at, json={"allowOut": ["192.0.2.1"]}).status_code == 204
+        answer = httpx.put(at, json={"allowOut": ["192.0.2.2"]})
+        assert (answer.status_code, "create another" in answer.text) == (501, True)
