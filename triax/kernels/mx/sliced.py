@@ -35,7 +35,7 @@ class Form(NamedTuple):
         return self.stages * (self.ring * self.columns * 256 + 8) + self.warps * self.ring * planned.SLOT
 
 
-FORMS = (Form(16, 16, 4, 4, 8), Form(32, 12, 4, 3, 20), Form(64, 12, 2, 3, float("inf")))
+FORMS = (Form(32, 16, 2, 4, 24), Form(64, 16, 2, 3, float("inf")))
 
 
 def experts(
