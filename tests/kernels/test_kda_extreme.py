@@ -92,11 +92,13 @@ def exactly_from_raw(*x):
 # Above the diagonal products may be infinite, and are selected away.
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 @pytest.mark.parametrize("anchored", [1, 16])
-@pytest.mark.parametrize("kind", [-9.0, -100.0, "mixed", "walls"])
-def test_interpreted_kernels_hold_unbounded_gates_in_either_tile(kind, anchored):
+@pytest.mark.parametrize(
+    ("kind", "lengths"),
+    [(-9.0, (1, 0, 66)), (-12.0, (66,)), (-100.0, (66,)), ("mixed", (1, 0, 66)), ("walls", (1, 0, 66))],
+)
+def test_interpreted_kernels_hold_unbounded_gates_in_either_tile(kind, lengths, anchored):
     from triax.kernels.kda import flash
 
-    lengths = (1, 0, 66)
     x = inputs(lengths, 1, 32, 32, kind)
 
     def operation(*y):
@@ -109,7 +111,7 @@ def test_interpreted_kernels_hold_unbounded_gates_in_either_tile(kind, anchored)
     found = outcome(operation, x, lengths, NAMES)
     assert max(errors(found, of_held).values()) < 1e-4
     of_asked = outcome(exactly, [t.double() for t in x], lengths, NAMES)
-    assert max(errors(found, of_asked).values()) < 5e-4
+    assert max(errors(found, of_asked).values()) < 1e-3
 
 
 def assert_below_the_bars(found, expected, kind):

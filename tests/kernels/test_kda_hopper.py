@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from triax.config.model import Kda
 from triax.kernels import nvrtc
 from triax.kernels.kda import kda, kda_from_raw, reference, segment_map
 from triax.kernels.kda.hopper import compile, launch, passes
 from triax.kernels.kda.hopper.compile import binary, sources
 from triax.kernels.kda.hopper.segments import segments
 from triax.kernels.kda.raw import activate
+from triax.model.kda import KDA
 
 NAMES = ("query", "key", "value", "log_decay", "beta", "state")
 RAW_NAMES = ("query", "key", "value", "gate", "beta", "rates", "biases", "state")
@@ -223,6 +225,20 @@ def test_raw_inputs_on_a_cpu_give_what_activated_ones_do(lowest):
     expected = outcome(exact_raw, x, starts, (3,), False, lowest=lowest)
     for pair in zip(found, expected, strict=True):
         torch.testing.assert_close(*(list(map(torch.nan_to_num, y)) for y in pair), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("decay", [{"kind": "bounded"}, {"kind": "softplus"}])
+def test_a_layer_activates_its_inputs_as_its_raw_inputs_are_activated(decay):
+    torch.manual_seed(5)
+    layer = KDA(24, Kda(num_heads=2, head_dim=16, decay=decay), 1e-5, 0.5).double()
+    inputs = layer._project(torch.randn(7, 24, dtype=torch.float64))
+    query, key, value = inputs.mixed.unflatten(-1, (3, 2, 16)).unbind(1)
+    numbers = (layer.decay_rate, layer.decay_bias.view(2, 16), layer._lowest())
+    found = activate(query, key, inputs.decay, inputs.beta, *numbers)
+    expected = layer._activate(inputs.mixed, inputs)
+    torch.testing.assert_close(found[:2], expected[:2], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found[2:], expected[3:], rtol=1e-9, atol=1e-12)
+    assert torch.equal(value, expected[2])
 
 
 @pytest.fixture
