@@ -15,7 +15,7 @@
 constexpr int PIECE = 64 * 128, PIECES = 4, NARROW = 64 * 64;  // 64 tokens by 64 channels in bytes; a block's; by 32
 constexpr int PAGE = PIECES * PIECE + NARROW;
 constexpr int HALF = HEADS / 2, STRIPES = HALF / 8, THREADS = 512;
-constexpr int SHARES = HEADS * 128;              // bytes of a page's shares, and of its logits that change hands
+constexpr int SHARES = HEADS * 128;  // bytes of a page's shares, and of its logits that come from the neighbour
 constexpr float NOTHING = -1e30f, SLACK = 40.0f;  // a stale maximum is kept while no share exceeds 2^SLACK
 
 struct alignas(16) Note {
@@ -23,7 +23,7 @@ struct alignas(16) Note {
     int grown;
 };
 struct Shared {
-    u64 full[RING], queries, got[2], shared[2], used[2], read[2];
+    u64 full[RING], queries, got[2], shared[2], used[2];
     Note note[2][2];  // a page's side; own heads' and the neighbour's
     float largest[HALF], faded[2][HALF], found[4][HALF], mass[8][HALF], inverse[HEADS];
     int grown[2];
@@ -38,16 +38,14 @@ __device__ __forceinline__ void fade(float (&mass)[2 * STRIPES], const float *fa
     }
 }
 
-// Logits of every second page, their shares, and at the end the sums. The neighbour's logits come where the shares of
-// their page will lie.
+// Logits of every second page, their shares, and at the end the sums.
 __device__ __forceinline__ void share_out(Shared &own, u32 ring, u32 query, u32 shares, int side, u32 peer, int first,
                                           int last, int count, float scale, float *summary, int heads) {
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     const bool speaks = thread == 0;
-    const u32 share = shares + side * SHARES, inbox = share + thread * 16;
+    const u32 share = shares + side * SHARES, inbox = shares + (2 + side) * SHARES + thread * 16;
     const u32 got = shared_address(&own.got[side]), shared = shared_address(&own.shared[side]);
     const u32 used = shared_address(&own.used[side]), note = shared_address(&own.note[side][0]);
-    const u32 read = shared_address(&own.read[side]);
     const u32 outbox = over_there(inbox, peer), got_there = over_there(got, peer);
     float mass[2 * STRIPES];
 #pragma unroll
@@ -71,37 +69,32 @@ __device__ __forceinline__ void share_out(Shared &own, u32 ring, u32 query, u32 
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
             meet(2 + side, 128);
         }
-        // The neighbour's heads first: what is given away is on its way while the own are made.
-        float logit[HALF / 2], theirs[HALF / 2];
+        float logit[HALF];
         products_begin();
         {
             const u64 left = describe(here), right = describe(query);
             const u64 last_left = describe_narrow(here + PIECES * PIECE);
             const u64 last_right = describe_narrow(query + PIECES * HEADS * 128);
 #pragma unroll
-            for (int i = 1; i >= 0; i--) {
-                float (&some)[HALF / 2] = i ? theirs : logit;
+            for (int p = 0; p < PIECES; p++)
 #pragma unroll
-                for (int p = 0; p < PIECES; p++)
+                for (int step = 0; step < 4; step++)
+                    of_logits(logit, left + (p * PIECE >> 4) + 2 * step, right + (p * HEADS * 128 >> 4) + 2 * step,
+                              p || step);
 #pragma unroll
-                    for (int step = 0; step < 4; step++)
-                        of_logits(some, left + (p * PIECE >> 4) + 2 * step,
-                                  right + ((p * HEADS + i * HALF) * 128 >> 4) + 2 * step, p || step);
-#pragma unroll
-                for (int step = 0; step < 2; step++)
-                    of_logits(some, last_left + 2 * step, last_right + (i * HALF * 64 >> 4) + 2 * step, 1);
-                products_commit();
-            }
+            for (int step = 0; step < 2; step++) of_logits(logit, last_left + 2 * step, last_right + 2 * step, 1);
         }
-        // Nobody, here or there, reads the shares of two pages ago any more.
-        barrier_wait(used, turn ^ 1);
-        products_wait<1>();
-#pragma unroll
-        for (int j = 0; j < STRIPES; j++)
-            give(outbox + j * 2048, theirs[4 * j], theirs[4 * j + 1], theirs[4 * j + 2], theirs[4 * j + 3], got_there);
+        products_commit();
         products_wait<0>();
         slot += 2;
         if (slot >= RING) slot -= RING, phase ^= 1;
+        // Whoever sent shares of the page before had read its logits: there is room for more.
+        barrier_wait(shared, turn ^ 1);
+#pragma unroll
+        for (int j = 0; j < STRIPES; j++) {
+            const float *const theirs = logit + HALF / 2 + 4 * j;
+            give(outbox + j * 2048, theirs[0], theirs[1], theirs[2], theirs[3], got_there);
+        }
         barrier_wait(got, turn);
 #pragma unroll
         for (int j = 0; j < STRIPES; j++) {
@@ -136,7 +129,6 @@ __device__ __forceinline__ void share_out(Shared &own, u32 ring, u32 query, u32 
             over |= fmaxf(logit[4 * j + 1], logit[4 * j + 3]) * scale > top[j].y + SLACK;
         }
         over = meet_and_ask(2 + side, 128, over);
-        if (speaks) barrier_arrive_there(over_there(read, peer));
         if (over) {
 #pragma unroll
             for (int j = 0; j < STRIPES; j++) {
@@ -177,6 +169,8 @@ __device__ __forceinline__ void share_out(Shared &own, u32 ring, u32 query, u32 
             low[j] = packed(a, b);
             high[j] = packed(c, d);
         }
+        // Nobody, here or there, reads the shares of two pages ago any more.
+        barrier_wait(used, turn ^ 1);
 #pragma unroll
         for (int j = 0; j < STRIPES; j++) {
             // Two 8 by 8 matrices of tokens by heads, turned over: a row is a head.
@@ -192,7 +186,6 @@ __device__ __forceinline__ void share_out(Shared &own, u32 ring, u32 query, u32 
         meet(2 + side, 128);
         if (speaks) {
             const u32 there = over_there(shared, peer);
-            barrier_wait(read, turn);
             give(over_there(share + HALF * 128, peer), share, HALF * 128, there);
             give(over_there(note + sizeof(Note), peer), note, sizeof(Note), there);
             barrier_expect(shared, HALF * 128 + sizeof(Note));
@@ -253,7 +246,7 @@ attend(const __grid_constant__ TensorMap queries, const __grid_constant__ Tensor
     extern __shared__ __align__(1024) char room[];
     const u32 ring = shared_address(room), query = ring + RING * PAGE;
     const u32 shares = query + HEADS * (PIECES * 128 + 64);
-    Shared &own = *reinterpret_cast<Shared *>(room + (shares + 2 * SHARES - shared_address(room)));
+    Shared &own = *reinterpret_cast<Shared *>(room + (shares + 4 * SHARES - shared_address(room)));
     const int half = blockIdx.x % 2, columns = (H + HEADS - 1) / HEADS, row = blockIdx.x / 2 / columns;
     const int head = blockIdx.x / 2 % columns * HEADS, split = blockIdx.y, S = gridDim.y, n = row / W;
     const int count = seen[n * (long long)seen_row + row % W * seen_query], tiles = (count + 63) / 64;
@@ -268,7 +261,6 @@ attend(const __grid_constant__ TensorMap queries, const __grid_constant__ Tensor
         barrier_init(shared_address(&own.queries), 1);
         for (int i = 0; i < 2; i++) {
             barrier_init(shared_address(&own.got[i]), 1);
-            barrier_init(shared_address(&own.read[i]), 1);
             barrier_init(shared_address(&own.shared[i]), 1);
             barrier_init(shared_address(&own.used[i]), 4);
         }

@@ -90,19 +90,19 @@ def decode(
 
 
 def ring_pages(columns: int) -> int:
-    """Return how many pages' halves find room beside the queries and shares of this many heads."""
+    """Return how many pages' halves find room beside the queries, logits and shares of this many heads."""
     return min(4, (ROOM - shared_bytes(columns, 0)) // PAGE_BYTES)
 
 
 def shared_bytes(columns: int, ring: int) -> int:
     """Return the bytes of shared memory that a block needs: the source's arrays, in its order."""
-    barriers, notes, numbers = 8 * (ring + 10), 4 * (2 * columns + 16), 4 * (17 * columns // 2 + 2)
-    return ring * PAGE_BYTES + columns * (576 + 2 * 128) + barriers + notes + numbers + 16
+    barriers, notes, numbers = 8 * (ring + 8), 4 * (2 * columns + 16), 4 * (17 * columns // 2 + 2)
+    return ring * PAGE_BYTES + columns * (576 + 4 * 128) + barriers + notes + numbers + 16
 
 
 def products(columns: int) -> str:
     """Return what stands before the source for this many heads."""
-    logits, means = _product("of_logits", columns // 2, lying=0), _product("of_means", columns, lying=1)
+    logits, means = _product("of_logits", columns, lying=0), _product("of_means", columns, lying=1)
     return TYPES + logits + means
 
 
