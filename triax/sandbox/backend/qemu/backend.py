@@ -30,6 +30,7 @@ from triax.sandbox.protocol import Capabilities, Check, Spec
 
 LEAST_MEMORY_MIB = 96  # below, the kernel leaves nothing for a command
 BOOT_S = 90.0
+FIRST_S = 20.0
 SETTLE_S = 5.0
 LOOK_S = 0.2
 CALM = 5
@@ -318,9 +319,8 @@ class QemuBackend:
 
 async def _settle(machine: QemuMachine) -> None:
     """Let a guest do what it does once, then wait until it does nothing: else each copy would begin with it."""
-    await machine.exec(["/bin/sh", "-c", "ls -lL /bin /usr/bin; exec true"])
-    await machine.exec(["true"])
-    await machine.exec(["sync"])
+    for command in (["/bin/sh", "-c", "ls -lL /bin /usr/bin; exec true"], ["true"], ["sync"]):
+        await machine.exec(command, timeout_s=FIRST_S)  # an image may hold programs that never end
     give_up = time.monotonic() + SETTLE_S
     calm = 0
     while calm < CALM and time.monotonic() < give_up:

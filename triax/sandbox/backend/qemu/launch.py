@@ -29,7 +29,6 @@ PLAIN = (
     "psi=0",
     "transparent_hugepage=never",
     "cgroup_disable=cpuset,cpu,cpuacct,io,blkio,devices,freezer,net_cls,net_prio,perf_event,hugetlb,rdma,misc",
-    "cgroup.memory=nokmem,nosocket",
     "hardened_usercopy=off",
     "randomize_kstack_offset=off",
     "nowatchdog",
