@@ -57,9 +57,9 @@ def test_kernels_compile_for_hopper_without_spills(hopper):
     types |= {"T": "i32u", "C": "i32", "x_row": "i32"}
     constants = {"BT": 32, "BC": 128, "TAPS": 4}
     wanted = [
-        {"module": "triax.kernels.short_conv.fused", "kernel": name, "types": types,
-         "constants": constants | ({"SPAN": 256} if name == "backward_sums" else {}), "options": {"num_warps": 8 if name == "backward_sums" else 4}}
-        for name in ("forward", "backward_sums", "backward_inputs")
+        {"module": "triax.kernels.short_conv.fused", "kernel": name, "types": types, "constants": constants | more,
+         "options": {"num_warps": warps}}
+        for name, more, warps in (("forward", {}, 4), ("backward_sums", {"SPAN": 256}, 8), ("backward_inputs", {}, 4))
     ]  # fmt: skip
     for compiled in hopper(wanted):
         assert compiled.stack == 0
