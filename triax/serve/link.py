@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 import signal
 import sys
 import tempfile
@@ -296,7 +297,7 @@ class Link:
         socket.setsockopt(zmq.LINGER, 0)
         socket.bind(address)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "triax.serve.process", address, stdin=asyncio.subprocess.DEVNULL
+            *(sys.executable, "-m", "triax.serve.process", address, str(os.getpid())), stdin=asyncio.subprocess.DEVNULL
         )
         self._process, self._socket = process, socket
         order = wire.Open(str(self.source), self.settings.model_dump_json(), self.maker)

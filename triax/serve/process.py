@@ -1,7 +1,7 @@
 """The engine's own process: takes requests from a socket, steps the engine, sends its updates.
 
-Run by the API process as `python -m triax.serve.process ADDRESS`; it ends when told to, when a step fails, and when
-the API process is gone.
+Run by the API process as `python -m triax.serve.process ADDRESS PID`, with its own number; it ends when told to, when a
+step fails, and when the API process is gone.
 """
 
 import gc
@@ -37,12 +37,12 @@ class Host:
     Args:
         socket: Connected to the API process.
         engine: Anything with the face of `triax.serve.engine.Engine`.
+        parent: Process without which there is nothing to do.
     """
 
-    def __init__(self, socket: "zmq.Socket[bytes]", engine: Any) -> None:
-        self.socket, self.engine = socket, engine
+    def __init__(self, socket: "zmq.Socket[bytes]", engine: Any, parent: int) -> None:
+        self.socket, self.engine, self._parent = socket, engine, parent
         self.is_stopping = False
-        self._parent = os.getppid()
 
     def run(self) -> None:
         """Serve until told to stop or orphaned."""
@@ -170,8 +170,8 @@ def find(maker: str) -> Callable[[Path, Serve, Report], Any]:
         ) from None
 
 
-def main(address: str) -> int:
-    """Connect, load the model, serve. Returns the exit status."""
+def main(address: str, parent: int) -> int:
+    """Connect, load the model, serve until the parent is gone or says so. Returns the exit status."""
     for kind in (signal.SIGINT, signal.SIGTERM):  # the API process decides when to end
         signal.signal(kind, signal.SIG_IGN)
     logging.basicConfig(format="engine: %(message)s")
@@ -183,6 +183,9 @@ def main(address: str) -> int:
         def send(message: wire.Up) -> None:
             socket.send(wire.encode(message))
 
+        while not socket.poll(IDLE_MS):
+            if os.getppid() != parent:  # it died before it could say anything
+                return 1
         order = wire.decode_down(socket.recv())
         assert isinstance(order, wire.Open)
         settings = Serve.model_validate_json(order.settings)
@@ -196,7 +199,7 @@ def main(address: str) -> int:
         gc.collect()
         gc.freeze()  # libraries and weights stay: no later collection stops the streams to look at them
         send(wire.Ready(facts_of(engine, settings)))
-        host = Host(socket, engine)
+        host = Host(socket, engine, parent)
         try:
             host.run()
         finally:
@@ -217,4 +220,4 @@ def engine_of(folder: Path, settings: Serve, report: Report) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

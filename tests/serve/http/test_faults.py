@@ -181,6 +181,14 @@ def test_the_engine_ends_with_its_server(start):
     until(lambda: not is_running(pid))
 
 
+def test_an_engine_that_is_still_loading_ends_with_its_server_too(start):
+    server = start(facts={"load_s": 2}, wait=False)
+    pid = until(lambda: server.get("/health").json()["progress"] > 0 and server.engine_pid())
+    server.process.kill()
+    server.process.wait()
+    until(lambda: not is_running(pid))
+
+
 def test_loading_is_told_and_requests_wait_outside(start):
     server = start(facts={"load_s": 3}, wait=False)
     told = until(lambda: (tree := server.get("/health").json())["progress"] > 0 and tree)

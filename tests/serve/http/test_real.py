@@ -1,11 +1,14 @@
 """The real engine behind the server: a small model with random weights, answering as it does in the same process."""
 
+import hashlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -107,6 +110,49 @@ def test_a_killed_engine_finds_its_prefixes_on_disk(real):
     until(lambda: real.get("/health").status_code == 200, 60)
     again = real.client().chat.completions.create(**body(long, max_tokens=4))
     assert again.usage.prompt_tokens_details.cached_tokens >= 64
+
+
+@pytest.mark.soak
+def test_an_engine_killed_under_load_again_and_again_leaves_whole_files_and_wrong_answers_to_nobody(folder, tmp_path):
+    pool = tmp_path / "pool"
+    settings = [*SMALL, "is_deterministic=true", f"cache.disk.path={pool}", "cache.disk.save_s=0.05"]
+    served = Served(shutil.copytree(folder, tmp_path / "m"), *settings, engine=None)
+    texts = [f"{'hello tool ' * (8 + n)} {n}" for n in range(6)]
+    told, is_over = [], threading.Event()
+
+    def ask(n):
+        """Return an answer; nothing while there is no engine."""
+        response = served.post("/v1/chat/completions", body(texts[n], temperature=0, max_tokens=12))
+        return response.json()["choices"][0]["message"] if response.status_code != 503 else None
+
+    known = {n: ask(n) for n in range(len(texts))}
+
+    def listen(n):
+        while not is_over.is_set():
+            answer = ask(n)
+            told.append(answer is None or answer == known[n])
+            time.sleep(0.1 * (answer is None))
+
+    listeners = [threading.Thread(target=listen, args=(n,)) for n in range(len(texts))]
+    for listener in listeners:
+        listener.start()
+    for deaths in range(1, 5):
+        until(lambda: figure(served, "triax_engine_running") > 0)
+        time.sleep(0.7 * deaths)
+        os.kill(served.engine_pid(), signal.SIGKILL)
+        until(lambda deaths=deaths: figure(served, "triax_engine_deaths") == deaths)
+        until(lambda: served.get("/health").status_code == 200, 120)
+    is_over.set()
+    for listener in listeners:
+        listener.join()
+    assert told
+    assert all(told), "what comes from a pool that was killed over and over is what it was"
+    assert served.stop() == 0
+    files = [path for path in pool.iterdir() if path.suffix in {".page", ".slot"}]
+    assert len(files) > 6
+    for path in files:
+        content = path.read_bytes()
+        assert hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
 def test_new_weights_answer_from_shared_memory_and_from_a_folder(real, folder):
