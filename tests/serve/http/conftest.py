@@ -34,6 +34,8 @@ class Served:
 
     def __init__(self, folder: Path, *words: str, engine: str | None = SCRIPTED, wait: bool = True) -> None:
         self.folder = folder
+        # certificates take longer to read than most answers; every request has a connection of its own
+        self.http = httpx.Client(verify=False, timeout=120, limits=httpx.Limits(max_keepalive_connections=0))
         self.log = folder / "log.txt"
         command = [sys.executable, "-m", "triax", "serve", str(folder), "http.port=0", "http.model_name=m", *words]
         command += ["--engine", engine] if engine else []
@@ -55,10 +57,10 @@ class Served:
 
     def post(self, path: str, tree: object, **options) -> httpx.Response:
         headers = {"content-type": "application/json"} | options.pop("headers", {})
-        return httpx.post(f"{self.url}{path}", content=json.dumps(tree), headers=headers, **{"timeout": 120} | options)
+        return self.http.post(f"{self.url}{path}", content=json.dumps(tree), headers=headers, **options)
 
     def get(self, path: str, **options) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", timeout=120, **options)
+        return self.http.get(f"{self.url}{path}", **options)
 
     def last(self) -> dict:
         """What the engine got last."""
