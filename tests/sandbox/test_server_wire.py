@@ -250,3 +250,23 @@ def test_what_was_written_before_the_first_client_listens_is_not_lost(hosting, t
 
     (name, data), end = asyncio.run(run())
     assert (name, data, end.exit_code) == ("stdout", b"all\n", 0)
+
+
+def test_a_sandbox_on_its_way_out_is_gone_for_its_clients(serve, tmp_path):
+    backend = ProcessBackend(tmp_path / "machines", unsafe=True)
+    with serve(Server(folder=tmp_path / "state", port=0, backend="process", unsafe=True), backend) as server:
+        made = httpx.post(f"{server.url}/v2/sandboxes", json={"templateID": "base"}, timeout=60).json()
+        sandbox = server.plane.find(made["sandboxID"])
+        sandbox.record.status = "killing"
+        at = f"{server.url}/sandboxes/{sandbox.id}"
+        assert httpx.get(at).status_code == 404
+        assert httpx.post(f"{at}/pause", json={}).status_code == 404
+        assert (
+            httpx.get(
+                f"{server.url}/health", headers={"E2B-Sandbox-Id": sandbox.id, "E2B-Sandbox-Port": "49983"}
+            ).status_code
+            == 502
+        )
+        assert httpx.get(f"{server.url}/v2/sandboxes").json() == []
+        sandbox.record.status = "running"
+        assert httpx.get(at).status_code == 200

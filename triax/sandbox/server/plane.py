@@ -22,7 +22,7 @@ from triax.sandbox.server.warm import Warm, plain
 from triax.sandbox.store import Snapshot
 
 MOST_KEYS = 4096
-GONE = {"dead": 404, "lost": 410, "failed": 410}
+GONE = {"killing": 404, "dead": 404, "lost": 410, "failed": 410}
 
 
 class Plane:
@@ -57,7 +57,7 @@ class Plane:
         if sandbox.status in GONE:
             raise SandboxError(
                 f"sandbox {sandbox_id}: it is {sandbox.status}; {sandbox.reason or 'it was ended'}; create another",
-                "infrastructure" if sandbox.status != "dead" else "refused",
+                "refused" if GONE[sandbox.status] == 404 else "infrastructure",
                 status=GONE[sandbox.status],
             )
         return sandbox
@@ -262,7 +262,7 @@ class Plane:
 
     def live(self) -> Sequence[Sandbox]:
         """Return the sandboxes that have a machine."""
-        return [one for one in self.sandboxes() if one.status not in (*GONE, "suspended")]
+        return [one for one in self.sandboxes() if one.status not in ("dead", "lost", "failed", "suspended")]
 
     async def connect(self, sandbox_id: str, timeout: int | None, *, shorten: bool = False) -> tuple[Sandbox, bool]:
         """Make a sandbox usable, and prolong its life.
