@@ -27,25 +27,13 @@ inline unsigned short rounded(float x) {
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline void __syncthreads() { block_barrier->arrive_and_wait(); }
-inline float __shfl_sync(unsigned, float x, int lane) {
+inline float __shfl_xor_sync(unsigned, float x, int distance) {
     auto &barrier = *warp_barriers[threadIdx.x / 32];
     exchanged[threadIdx.x] = x;
     barrier.arrive_and_wait();
-    float y = exchanged[threadIdx.x / 32 * 32 + lane];
+    float y = exchanged[threadIdx.x ^ distance];
     barrier.arrive_and_wait();
     return y;
-}
-inline float __shfl_xor_sync(unsigned all, float x, int distance) {
-    return __shfl_sync(all, x, threadIdx.x % 32 ^ distance);
-}
-static std::atomic<int> waiting[16], meetings[16];
-inline void meet(int number, int threads) {
-    const int meeting = meetings[number];
-    if (++waiting[number] == threads) {
-        waiting[number] = 0;
-        meetings[number]++;
-    }
-    while (meetings[number] == meeting) std::this_thread::yield();
 }
 inline void __syncwarp() { warp_barriers[threadIdx.x / 32]->arrive_and_wait(); }
 static std::atomic<int> awaited, phases;

@@ -156,8 +156,8 @@ def on_host(monkeypatch, tmp_path_factory):
             pointers = [f"({kind} *)p[{i}]" for i, kind in enumerate(ARGUMENTS)]
             source = folder / "kernel.cpp"
             source.write_text(
-                "".join(f'#include "{path}"\n' for path in (Path(__file__).with_name("host.h"), *fused.SOURCES))
-                + 'extern "C" void run(int blocks, void **p, i64 *s, float *f) { on_host(blocks, THREADS, [=] { walk('
+                f'#include "{Path(__file__).with_name("host.h")}"\n#include "{fused.SOURCE}"\n'
+                'extern "C" void run(int blocks, void **p, i64 *s, float *f) { on_host(blocks, THREADS, [=] { walk('
                 + ", ".join([*pointers, *(f"s[{i}]" for i in range(17)), "f[0], f[1]); }); }"])
             )
             macros = [f"-D{name}={value}" for name, value in defines]
@@ -260,7 +260,7 @@ def test_the_cuda_source_run_on_a_cpu_gives_the_definition(on_host, K, V, lowest
 
 @pytest.mark.kernel
 @pytest.mark.parametrize(
-    ("count", "before", "writes", "spilled"), [(1, 0, True, 16), (9, 9, False, 80), (9, 0, False, 80)]
+    ("count", "before", "writes", "spilled"), [(1, 0, True, 0), (9, 9, False, 16), (9, 0, False, 64)]
 )
 def test_the_cuda_source_compiles_for_hopper_with_two_blocks_a_multiprocessor(
     assembled, count, before, writes, spilled
@@ -269,7 +269,7 @@ def test_the_cuda_source_compiles_for_hopper_with_two_blocks_a_multiprocessor(
 
     kinds = {"stream": torch.bfloat16, "state": torch.float32, "window": torch.bfloat16}
     defines = fused.macros(128, 128, 4, count, before, **kinds, bounded=True, writes=writes)
-    code = assembled("\n".join(path.read_text() for path in fused.SOURCES), defines)
+    code = assembled(fused.SOURCE.read_text(), defines)
     assert code.registers <= 128
     assert code.stack <= spilled  # bytes a thread; what is kept there is read once a row and head
     assert "UBLKCP" in code.sass  # the copy engine brings states
@@ -282,7 +282,7 @@ def test_the_cuda_source_compiles_for_hopper_with_two_blocks_a_multiprocessor(
 @pytest.mark.gpu
 @pytest.mark.parametrize("lowest", [BOUNDED, SOFTPLUS])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("K", "V"), [(128, 128), (64, 64), (128, 64), (32, 128), (128, 256), (256, 64), (64, 32)])
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (64, 64), (128, 64), (32, 128), (128, 256), (256, 64)])
 def test_kernels_on_a_gpu_give_the_definition_and_replay_leaves_the_bits_of_single_steps(K, V, stored, lowest):
     sizes = {"H": 5, "K": K, "V": V, "dtype": torch.bfloat16, "device": "cuda"}
     w, slot = weights(H=5, K=K, V=V, lowest=lowest, device="cuda"), torch.tensor([3, 0, 1, 9, 4]).cuda()

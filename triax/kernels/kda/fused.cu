@@ -1,8 +1,104 @@
 // Decode and verify: a block works on one row and head after another, the state in registers, 4 columns a thread, while
-// the copy engine brings the next one's state and inputs to shared memory. A warp has 32 columns and, with the few
-// others that share them, all rows; in the walk over tokens only these wait for each other.
+// the copy engine brings the next one's state and inputs to shared memory.
 //
-// Compiled behind `numbers.cuh`.
+// Compiled with K and V (sizes of a head), TAPS, THREADS (of a block, at least K), TOKENS (walked over), PENDING (at most
+// written before), MIXES (convolve before, normalise after), BOUNDED (kind of decay gate), WRITES (the walk's end is the
+// new state), and the number formats X (streams), E (state), W (window). Every sum has one order and every rounding is
+// spelled out, so that tokens tried and written later leave the bits of tokens written at once.
+
+typedef long long i64;
+
+#ifdef __CUDACC_RTC__  // tests also compile this file for a CPU, and then bring their own
+struct bf16 {
+    unsigned short bits;
+};
+__device__ inline float widened(unsigned bits) { return __uint_as_float(bits << 16); }
+__device__ inline unsigned short rounded(float x) {
+    unsigned short bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+__device__ inline unsigned shared_address(const void *at) { return unsigned(__cvta_generic_to_shared(at)); }
+__device__ inline void barrier_init(i64 *barrier) {
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ inline void barrier_expect(i64 *barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+__device__ inline void barrier_wait(i64 *barrier, int phase) {
+    asm volatile(
+        "{\n.reg .pred done;\nagain: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(
+            shared_address(barrier)),
+        "r"(phase)
+        : "memory");
+}
+__device__ inline void copy_in(void *to, const void *from, int bytes, i64 *barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+#endif
+
+constexpr int WARPS = THREADS / 32, LANES = V / 4, GROUPS = THREADS / LANES, ROWS = K / GROUPS;
+constexpr int PAST = TAPS - 1, MIXED = 2 * K + V, RAW = MIXED + K + (MIXES ? V : 0);
+constexpr int OWN = (MIXED + THREADS - 1) / THREADS;  // channels of the convolution that a thread owns
+constexpr int STRIP = ROWS % 4 == 0 ? 4 : ROWS % 2 == 0 ? 2 : 1;
+constexpr int MOST = TOKENS > PENDING ? TOKENS : PENDING;
+constexpr int STATE_BYTES = K * V * sizeof(E), RAW_BYTES = TOKENS * RAW * sizeof(X);
+constexpr int WINDOW_BYTES = MIXES ? PAST * MIXED * sizeof(W) : 0;
+static_assert(ROWS * GROUPS == K && LANES * 4 == V, "sizes must split evenly");
+
+struct Vector {
+    float x, y, z, w;
+};
+
+__device__ inline float read_number(const float *at) { return *at; }
+__device__ inline float read_number(const bf16 *at) { return widened(at->bits); }
+__device__ inline void write_number(float *at, float x) { *at = x; }
+__device__ inline void write_number(bf16 *at, float x) { at->bits = rounded(x); }
+__device__ inline float as_stored(float x, const float *) { return x; }
+__device__ inline float as_stored(float x, const bf16 *) { return widened(rounded(x)); }
+
+__device__ inline Vector read_vector(const float *at) {
+    float4 x = *reinterpret_cast<const float4 *>(at);
+    return {x.x, x.y, x.z, x.w};
+}
+__device__ inline Vector read_vector(const bf16 *at) {
+    uint2 x = *reinterpret_cast<const uint2 *>(at);
+    return {widened(x.x & 0xffff), widened(x.x >> 16), widened(x.y & 0xffff), widened(x.y >> 16)};
+}
+__device__ inline void write_vector(float *at, Vector x) { *reinterpret_cast<float4 *>(at) = {x.x, x.y, x.z, x.w}; }
+__device__ inline void write_vector(bf16 *at, Vector x) {
+    *reinterpret_cast<uint2 *>(at) = {rounded(x.x) | unsigned(rounded(x.y)) << 16,
+                                      rounded(x.z) | unsigned(rounded(x.w)) << 16};
+}
+
+// Neighbours in shared memory, read at once.
+struct alignas(4 * STRIP) Strip {
+    float x[STRIP];
+};
+__device__ inline Strip strip(const float *at) { return *reinterpret_cast<const Strip *>(at); }
+
+__device__ inline Vector times(Vector x, float a) {
+    return {__fmul_rn(x.x, a), __fmul_rn(x.y, a), __fmul_rn(x.z, a), __fmul_rn(x.w, a)};
+}
+__device__ inline Vector plus_times(Vector sum, Vector x, float a) {
+    return {__fmaf_rn(x.x, a, sum.x), __fmaf_rn(x.y, a, sum.y), __fmaf_rn(x.z, a, sum.z), __fmaf_rn(x.w, a, sum.w)};
+}
+__device__ inline Vector stored(Vector x, const E *kind) {
+    return {as_stored(x.x, kind), as_stored(x.y, kind), as_stored(x.z, kind), as_stored(x.w, kind)};
+}
+
+__device__ inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+__device__ inline float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+__device__ inline float sum_of_warp(float x) {
+    for (int distance = 16; distance; distance /= 2) x = __fadd_rn(x, __shfl_xor_sync(0xffffffffu, x, distance));
+    return x;
+}
 
 struct Inputs {
     const X *mixed, *decay, *gate;
@@ -13,37 +109,33 @@ struct Inputs {
     int H;
 };
 
-// Where channel c of head h, counted query first, then key, then value, lies among those of all heads.
-__device__ inline int channel_of(int c, int h, int H) {
-    return c < 2 * K ? (c / K * H + h) * K + c % K : 2 * H * K + h * V + c - 2 * K;
-}
-
-// Start the copies of what row n and head h needs; all warps share them out, since one after the other starts its own.
+// Start the copies of what row n and head h needs; the lanes of one warp share them out.
 __device__ inline void fetch(const Inputs &in, i64 n, i64 h, i64 place, E *state, X *raw, W *window, i64 *barrier) {
-    constexpr int PARTS = MIXES ? 5 : 4, STREAMS = TOKENS * PARTS, COPIES = 1 + STREAMS + (MIXES ? PAST * 3 : 0);
-    if (threadIdx.x == 0) barrier_expect(barrier, place == 0 ? 0 : STATE_BYTES + RAW_BYTES + WINDOW_BYTES);
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) barrier_expect(barrier, place == 0 ? 0 : STATE_BYTES + RAW_BYTES + WINDOW_BYTES);
+    __syncwarp();
     if (place == 0) return;
-    for (int i = threadIdx.x / 32 + threadIdx.x % 32 * WARPS; i < COPIES; i += THREADS) {
-        const int stream = i - 1;
-        void *to = state;
-        const void *from = in.state + place * in.state_slot + h * K * V;
-        int bytes = STATE_BYTES;
-        if (stream >= STREAMS) {
-            const int j = (stream - STREAMS) / 3, part = (stream - STREAMS) % 3;
-            to = window + j * MIXED + part * K;
-            from = in.window + place * in.window_slot + i64(j) * in.H * MIXED +
-                   (part < 2 ? (part * in.H + h) * K : 2 * in.H * K + h * V);
-            bytes = (part < 2 ? K : V) * sizeof(W);
-        } else if (stream >= 0) {
-            const int t = stream / PARTS, part = stream % PARTS;
-            to = raw + t * RAW + (part < 3 ? part * K : part == 3 ? MIXED : MIXED + K);
-            from = part < 2    ? in.mixed + n * in.xn + t * in.xt + (part * in.H + h) * K
-                   : part == 2 ? in.mixed + n * in.xn + t * in.xt + 2 * in.H * K + h * V
-                   : part == 3 ? in.decay + n * in.dn + t * in.dt + h * in.dh
-                               : in.gate + n * in.gn + t * in.gt + h * in.gh;
-            bytes = (part == 2 || part == 4 ? V : K) * sizeof(X);
+    if (lane == 0) copy_in(state, in.state + place * in.state_slot + h * K * V, STATE_BYTES, barrier);
+    for (int i = lane; i < TOKENS * 5; i += 32) {
+        const int t = i / 5, part = i % 5;
+        X *const to = raw + t * RAW;
+        const X *const mixed = in.mixed + n * in.xn + t * in.xt;
+        if (part == 0) copy_in(to, mixed + h * K, K * sizeof(X), barrier);
+        if (part == 1) copy_in(to + K, mixed + (in.H + h) * K, K * sizeof(X), barrier);
+        if (part == 2) copy_in(to + 2 * K, mixed + 2 * in.H * K + h * V, V * sizeof(X), barrier);
+        if (part == 3) copy_in(to + MIXED, in.decay + n * in.dn + t * in.dt + h * in.dh, K * sizeof(X), barrier);
+        if (part == 4 && MIXES)
+            copy_in(to + MIXED + K, in.gate + n * in.gn + t * in.gt + h * in.gh, V * sizeof(X), barrier);
+    }
+    if (MIXES) {
+        for (int i = lane; i < PAST * 3; i += 32) {
+            const int j = i / 3, part = i % 3;
+            W *const to = window + j * MIXED + part * K;
+            const W *const from = in.window + place * in.window_slot + i64(j) * in.H * MIXED;
+            if (part == 0) copy_in(to, from + h * K, K * sizeof(W), barrier);
+            if (part == 1) copy_in(to, from + (in.H + h) * K, K * sizeof(W), barrier);
+            if (part == 2) copy_in(to, from + 2 * in.H * K + h * V, V * sizeof(W), barrier);
         }
-        copy_in(to, from, bytes, barrier);
     }
 }
 
@@ -59,14 +151,11 @@ walk(const X *mixed, const X *decay, const X *beta, const X *gate, const float *
     W *const next_window = reinterpret_cast<W *>(raw + TOKENS * RAW);
     float *const sq = reinterpret_cast<float *>(next_window + (MIXES ? PAST * MIXED : 0)), *const sk = sq + MOST * K;
     float *const sa = sk + MOST * K, *const so = sa + MOST * K, *const sg = so + MOST * V;
-    float *const partial = sg + (MIXES ? TOKENS * V : 0), *const gain = partial + 2 * THREADS * 2;
+    float *const su = sg + (MIXES ? TOKENS * V : 0), *const partial = su + V, *const gain = partial + 2 * GROUPS * V;
     float *const dots = gain + V, *const shares = dots + (MOST + 3) / 4 * 4;
     i64 *const barrier = reinterpret_cast<i64 *>(shares + (MOST + 3) / 4 * 4);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    const int strand = warp / SHARERS, group = warp % SHARERS * (32 / LANES) + lane / LANES;
-    const int column = strand * SPAN + lane % LANES * 4, channels = H * MIXED;
-    const int decays = thread - (THREADS - K);  // the channel whose decay is a thread's: the last convolve less
-    const int above = group * STRIP;  // a thread's first row; the next ones follow, then those a round of groups below
+    const int group = thread / LANES, column = thread % LANES * 4, channels = H * MIXED;
     const Inputs in = {mixed, decay, gate, xn, xt, dn, dt, dh, gn, gt, gh, state, window, state_slot, window_slot, H};
 
     int item = blockIdx.x, phase = 0;
@@ -75,7 +164,7 @@ walk(const X *mixed, const X *decay, const X *beta, const X *gate, const float *
     if (MIXES && TOKENS > 0)
         for (int c = thread; c < V; c += THREADS) gain[c] = norm[c];
     __syncthreads();
-    fetch(in, item / H, item % H, place, next_state, raw, next_window, barrier);
+    if (warp == 0) fetch(in, item / H, item % H, place, next_state, raw, next_window, barrier);
 
     for (; item < items; item += gridDim.x) {
         const i64 n = item / H, h = item % H;
@@ -85,16 +174,15 @@ walk(const X *mixed, const X *decay, const X *beta, const X *gate, const float *
         if (PENDING > 0) count = accepted[n];
 
         // What does not come by the copy engine is asked for before waiting for it.
-        float taps[OWN][TAPS], head_rate = 0.0f, channel_bias = 0.0f, openness = 0.0f;
+        float taps[OWN][TAPS], head_rate = 0.0f, channel_bias = 0.0f;
         if (TOKENS > 0) {
-            head_rate = rate[h];
-            if (decays >= 0) channel_bias = bias[h * K + decays];
-            if (thread < TOKENS) openness = read_number(beta + n * bn + thread * bt + h * bh);
+            head_rate = __expf(rate[h]);
+            if (thread < K) channel_bias = bias[h * K + thread];
             if (MIXES) {
 #pragma unroll
                 for (int i = 0; i < OWN; i++) {
                     const int c = thread + i * THREADS;
-                    const int channel = channel_of(c, int(h), H);
+                    const int channel = c < 2 * K ? (c / K * H + int(h)) * K + c % K : 2 * H * K + int(h) * V + c - 2 * K;
 #pragma unroll
                     for (int j = 0; j < TAPS; j++) taps[i][j] = c < MIXED ? conv[i64(channel) * TAPS + j] : 0.0f;
                 }
@@ -114,10 +202,10 @@ walk(const X *mixed, const X *decay, const X *beta, const X *gate, const float *
         phase ^= 1;
 
         Vector S[ROWS];
-        E *const cell = state + place * state_slot + h * K * V + above * V + column;
-        if (PENDING > 0 && place > 0) {
+        E *const cell = state + place * state_slot + h * K * V + i64(group) * ROWS * V + column;
+        if (place > 0) {
 #pragma unroll
-            for (int r = 0; r < ROWS; r++) S[r] = read_vector(next_state + (above + below(r)) * V + column);
+            for (int r = 0; r < ROWS; r++) S[r] = read_vector(next_state + (group * ROWS + r) * V + column);
         }
         if (PENDING > 0 && place > 0) {
             __syncthreads();
@@ -125,7 +213,7 @@ walk(const X *mixed, const X *decay, const X *beta, const X *gate, const float *
                 const Vector u = read_vector(so + t * V + column);
 #pragma unroll
                 for (int r = 0; r < ROWS; r += STRIP) {
-                    const Strip a = strip(sa + t * K + above + below(r)), k = strip(sk + t * K + above + below(r));
+                    const Strip a = strip(sa + t * K + group * ROWS + r), k = strip(sk + t * K + group * ROWS + r);
 #pragma unroll
                     for (int i = 0; i < STRIP; i++)
                         S[r + i] = stored(plus_times(times(S[r + i], a.x[i]), u, k.x[i]), state);
@@ -133,7 +221,7 @@ walk(const X *mixed, const X *decay, const X *beta, const X *gate, const float *
             }
             if (count > 0) {
 #pragma unroll
-                for (int r = 0; r < ROWS; r++) write_vector(cell + below(r) * V, S[r]);
+                for (int r = 0; r < ROWS; r++) write_vector(cell + r * V, S[r]);
             }
             __syncthreads();
         }
@@ -144,8 +232,8 @@ walk(const X *mixed, const X *decay, const X *beta, const X *gate, const float *
                 for (int i = 0; i < OWN; i++) {
                     const int c = thread + i * THREADS;
                     if (c >= MIXED) break;
-                    const int channel = channel_of(c, int(h), H);
-                    float x[PAST + AT_ONCE];  // the last inputs before, then those of some tokens
+                    const int channel = c < 2 * K ? (c / K * H + int(h)) * K + c % K : 2 * H * K + int(h) * V + c - 2 * K;
+                    float x[TAPS];  // the last is the current token's
 #pragma unroll
                     for (int j = 0; j < PAST; j++) {
                         const int p = count + j;
@@ -157,49 +245,23 @@ walk(const X *mixed, const X *decay, const X *beta, const X *gate, const float *
 #pragma unroll
                         for (int j = 0; j < PAST; j++) write_number(old + i64(j) * channels, x[j]);
                     }
-                    const int size = c < 2 * K ? K : V;
                     float *const to = c < K ? sq + c : c < 2 * K ? sk + c - K : so + c - 2 * K;
-#pragma unroll 1
-                    for (int from = 0; from < TOKENS; from += AT_ONCE) {
+                    for (int t = 0; t < TOKENS; t++) {
+                        x[PAST] = read_number(raw + t * RAW + c);
+                        float sum = 0.0f;
 #pragma unroll
-                        for (int t = 0; t < AT_ONCE; t++)
-                            if (TOKENS % AT_ONCE == 0 || from + t < TOKENS)
-                                x[PAST + t] = read_number(raw + (from + t) * RAW + c);
-                        float sum[AT_ONCE];
+                        for (int j = 0; j < TAPS; j++) sum = __fmaf_rn(x[j], taps[i][j], sum);
+                        to[t * (c < 2 * K ? K : V)] = __fmul_rn(sum, sigmoid(sum));
 #pragma unroll
-                        for (int t = 0; t < AT_ONCE; t++) {
-                            sum[t] = 0.0f;
-#pragma unroll
-                            for (int j = 0; j < TAPS; j++) sum[t] = __fmaf_rn(x[t + j], taps[i][j], sum[t]);
-                            sum[t] = __fmul_rn(sum[t], sigmoid(sum[t]));
-                        }
-#pragma unroll
-                        for (int t = 0; t < AT_ONCE; t++)
-                            if (TOKENS % AT_ONCE == 0 || from + t < TOKENS) to[(from + t) * size] = sum[t];
-#pragma unroll
-                        for (int j = 0; j < PAST; j++) x[j] = x[AT_ONCE + j];
+                        for (int j = 0; j < PAST; j++) x[j] = x[j + 1];
                     }
                     if (WRITES) {
 #pragma unroll
                         for (int j = 0; j < PAST; j++) write_number(old + i64(j) * channels, x[j]);
                     }
                 }
-#pragma unroll 1
-                for (int from = 0; from < GATES; from += GATES_AT_ONCE) {
-                    float z[GATES_AT_ONCE];
-#pragma unroll
-                    for (int j = 0; j < GATES_AT_ONCE; j++) {
-                        const int i = thread + (from + j) * THREADS;
-                        if (i < TOKENS * V) z[j] = read_number(raw + i / V * RAW + MIXED + K + i % V);
-                    }
-#pragma unroll
-                    for (int j = 0; j < GATES_AT_ONCE; j++) z[j] = sigmoid(z[j]);
-#pragma unroll
-                    for (int j = 0; j < GATES_AT_ONCE; j++) {
-                        const int i = thread + (from + j) * THREADS;
-                        if (i < TOKENS * V) sg[i] = z[j];
-                    }
-                }
+                for (int i = thread; i < TOKENS * V; i += THREADS)
+                    sg[i] = sigmoid(read_number(raw + i / V * RAW + MIXED + K + i % V));
             } else {
                 for (int i = thread; i < TOKENS * MIXED; i += THREADS) {
                     const int t = i / MIXED, c = i % MIXED;
@@ -207,84 +269,50 @@ walk(const X *mixed, const X *decay, const X *beta, const X *gate, const float *
                         read_number(raw + t * RAW + c);
                 }
             }
-            if (decays >= 0) {
-                const float by = __expf(head_rate);
-#pragma unroll 1
-                for (int from = 0; from < TOKENS; from += AT_ONCE) {
-                    float z[AT_ONCE];
-#pragma unroll
-                    for (int t = 0; t < AT_ONCE; t++)
-                        if (TOKENS % AT_ONCE == 0 || from + t < TOKENS)
-                            z[t] = read_number(raw + (from + t) * RAW + MIXED + decays);
-#pragma unroll
-                    for (int t = 0; t < AT_ONCE; t++) {
-                        z[t] = __fadd_rn(z[t], channel_bias);
-                        z[t] = __expf(BOUNDED ? lowest * sigmoid(by * z[t]) : -by * softplus(z[t]));
-                    }
-#pragma unroll
-                    for (int t = 0; t < AT_ONCE; t++) {
-                        if (TOKENS % AT_ONCE && from + t >= TOKENS) break;
-                        sa[(from + t) * K + decays] = z[t];
-                        if (!WRITES) kept[((n * TOKENS + from + t) * H + h) * K + decays] = z[t];
-                    }
+            if (thread < K) {
+                for (int t = 0; t < TOKENS; t++) {
+                    const float z = __fadd_rn(read_number(raw + t * RAW + MIXED + thread), channel_bias);
+                    const float a = __expf(BOUNDED ? lowest * sigmoid(head_rate * z) : -head_rate * softplus(z));
+                    sa[t * K + thread] = a;
+                    if (!WRITES) kept[((n * TOKENS + t) * H + h) * K + thread] = a;
                 }
             }
-            if (thread < TOKENS) shares[thread] = sigmoid(openness);
-        }
-        if (PENDING == 0 && place > 0) {
-#pragma unroll
-            for (int r = 0; r < ROWS; r++) S[r] = read_vector(next_state + (above + below(r)) * V + column);
         }
         __syncthreads();
         // All of the stage is read: the next item may come.
-        if (next < items) fetch(in, next / H, next % H, next_place, next_state, raw, next_window, barrier);
+        if (warp == 0 && next < items) fetch(in, next / H, next % H, next_place, next_state, raw, next_window, barrier);
 
         if (place > 0 && TOKENS > 0) {
-            // Half a warp a token.
-            for (int first = warp * 2; first < TOKENS; first += WARPS * 2) {
-                const bool on = first + lane / 16 < TOKENS;
-                const int t = on ? first + lane / 16 : first;
-                float q[K / 16], k[K / 16], of_query = 0.0f, of_key = 0.0f, dot = 0.0f;
-#pragma unroll
-                for (int i = 0; i < K / 16; i++) {
-                    q[i] = sq[t * K + lane % 16 + 16 * i];
-                    k[i] = sk[t * K + lane % 16 + 16 * i];
+            for (int t = warp; t < TOKENS; t += WARPS) {
+                const float share = sigmoid(read_number(beta + n * bn + t * bt + h * bh));
+                float of_query = 0.0f, of_key = 0.0f, dot = 0.0f;
+                for (int c = lane; c < K; c += 32) {
+                    const float q = sq[t * K + c], k = sk[t * K + c];
+                    of_query = __fmaf_rn(q, q, of_query);
+                    of_key = __fmaf_rn(k, k, of_key);
+                    dot = __fmaf_rn(q, k, dot);
                 }
-#pragma unroll
-                for (int i = 0; i < K / 16; i++) {
-                    of_query = __fmaf_rn(q[i], q[i], of_query);
-                    of_key = __fmaf_rn(k[i], k[i], of_key);
-                    dot = __fmaf_rn(q[i], k[i], dot);
+                const float unit = __fmul_rn(rsqrtf(sum_of_warp(of_query) + 1e-6f), rsqrtf(float(K)));
+                const float key_unit = rsqrtf(sum_of_warp(of_key) + 1e-6f);
+                dot = __fmul_rn(__fmul_rn(sum_of_warp(dot), unit), key_unit);
+                for (int c = lane; c < K; c += 32) {
+                    sq[t * K + c] = __fmul_rn(sq[t * K + c], unit);
+                    const float k = __fmul_rn(sk[t * K + c], key_unit);
+                    sk[t * K + c] = k;
+                    if (!WRITES) key[((n * TOKENS + t) * H + h) * K + c] = k;
                 }
-                const float unit = __fmul_rn(rsqrtf(sum_of_half_warp(of_query) + 1e-6f), rsqrtf(float(K)));
-                const float key_unit = rsqrtf(sum_of_half_warp(of_key) + 1e-6f);
-                dot = __fmul_rn(__fmul_rn(sum_of_half_warp(dot), unit), key_unit);
-                if (on) {
-#pragma unroll
-                    for (int i = 0; i < K / 16; i++) {
-                        const int c = lane % 16 + 16 * i;
-                        sq[t * K + c] = __fmul_rn(q[i], unit);
-                        sk[t * K + c] = __fmul_rn(k[i], key_unit);
-                        if (!WRITES) key[((n * TOKENS + t) * H + h) * K + c] = __fmul_rn(k[i], key_unit);
-                    }
-                    if (lane % 16 == 0) dots[t] = dot;
+                if (lane == 0) {
+                    dots[t] = dot;
+                    shares[t] = share;
                 }
             }
             __syncthreads();
-            const bool finds = lane < 16, writes_down = warp % SHARERS == 0;
-            const int own = column + (lane & 8 ? 2 : 0);  // of the two columns whose sums a lane ends with
-            float *record = WRITES ? nullptr : update + (n * TOKENS * H + h) * V + own;
-#pragma unroll 1
             for (int t = 0; t < TOKENS; t++) {
                 Vector found = {0, 0, 0, 0}, out = {0, 0, 0, 0};
-                const int first = t * K + above;
-                const float share = shares[t], dot = dots[t];
-                Pair *const values = reinterpret_cast<Pair *>(so + t * V + own);
-                const Pair value = *values;
+                const int first = t * K + group * ROWS;
 #pragma unroll
                 for (int r = 0; r < ROWS; r += STRIP) {
-                    const Strip a = strip(sa + first + below(r)), k = strip(sk + first + below(r));
-                    const Strip q = strip(sq + first + below(r));
+                    const Strip a = strip(sa + first + r), k = strip(sk + first + r), q = strip(sq + first + r);
 #pragma unroll
                     for (int i = 0; i < STRIP; i++) {
                         S[r + i] = times(S[r + i], a.x[i]);
@@ -292,67 +320,60 @@ walk(const X *mixed, const X *decay, const X *beta, const X *gate, const float *
                         out = plus_times(out, S[r + i], q.x[i]);
                     }
                 }
-                Pair sum = sums_of_lanes(found, out, lane);
-                if (SHARERS > 1) {
-                    Pair *const all = reinterpret_cast<Pair *>(partial) + (t & 1) * THREADS;
-                    all[thread] = sum;
-                    meet(1 + strand, 32 * SHARERS);
-                    sum = {0.0f, 0.0f};
+                write_vector(partial + group * V + column, found);
+                write_vector(partial + (GROUPS + group) * V + column, out);
+                __syncthreads();
+                // A thread a column and kind of sum; then the columns' updates go to all.
+                float sums[(2 * V + THREADS - 1) / THREADS];
 #pragma unroll
-                    for (int i = 0; i < SHARERS; i++) {
-                        const Pair one = all[(strand * SHARERS + i) * 32 + lane];
-                        sum = {__fadd_rn(sum.x, one.x), __fadd_rn(sum.y, one.y)};
+                for (int i = 0; i < (2 * V + THREADS - 1) / THREADS; i++) {
+                    const int place = thread + i * THREADS, kind = place / V, c = place % V;
+                    float sum = 0.0f;
+                    if (place < 2 * V) {
+#pragma unroll
+                        for (int g = 0; g < GROUPS; g++) sum = __fadd_rn(sum, partial[(kind * GROUPS + g) * V + c]);
                     }
+                    if (kind == 0) {
+                        const float u = __fmul_rn(shares[t], __fadd_rn(so[t * V + c], -sum));
+                        su[c] = u;
+                        if (!WRITES) update[((n * TOKENS + t) * H + h) * V + c] = u;
+                    }
+                    sums[i] = sum;
                 }
-                // Of lanes that have `found`.
-                const Pair u = {__fmul_rn(share, __fadd_rn(value.x, -sum.x)),
-                                __fmul_rn(share, __fadd_rn(value.y, -sum.y))};
-                // What is read after the write, from sums over the state before it: one pass over it, not two.
-                const float x = __shfl_xor_sync(0xffffffffu, u.x, 16), y = __shfl_xor_sync(0xffffffffu, u.y, 16);
-                if (writes_down && !finds) *values = {__fmaf_rn(dot, x, sum.x), __fmaf_rn(dot, y, sum.y)};
-                if (!WRITES) {
-                    if (writes_down && finds) *reinterpret_cast<Pair *>(record) = u;
-                    record += H * V;
+                __syncthreads();
+                // What is read after the write, from sums over the state before it: one pass over the state, not two.
+#pragma unroll
+                for (int i = 0; i < (2 * V + THREADS - 1) / THREADS; i++) {
+                    const int place = thread + i * THREADS, c = place % V;
+                    if (place / V == 1) so[t * V + c] = __fmaf_rn(dots[t], su[c], sums[i]);
                 }
-                Vector all;
-                all.x = __shfl_sync(0xffffffffu, u.x, lane % LANES);
-                all.y = __shfl_sync(0xffffffffu, u.y, lane % LANES);
-                all.z = __shfl_sync(0xffffffffu, u.x, lane % LANES + 8);
-                all.w = __shfl_sync(0xffffffffu, u.y, lane % LANES + 8);
+                const Vector u = read_vector(su + column);
 #pragma unroll
                 for (int r = 0; r < ROWS; r += STRIP) {
-                    const Strip k = strip(sk + first + below(r));
+                    const Strip k = strip(sk + first + r);
 #pragma unroll
                     for (int i = 0; i < STRIP; i++) {
-                        S[r + i] = plus_times(S[r + i], all, k.x[i]);
+                        S[r + i] = plus_times(S[r + i], u, k.x[i]);
                         if (!WRITES) S[r + i] = stored(S[r + i], state);
                     }
                 }
             }
             if (WRITES) {
 #pragma unroll
-                for (int r = 0; r < ROWS; r++) write_vector(cell + below(r) * V, S[r]);
+                for (int r = 0; r < ROWS; r++) write_vector(cell + r * V, S[r]);
             }
             __syncthreads();
-            for (int first = warp * 2; first < TOKENS; first += WARPS * 2) {
-                const bool on = first + lane / 16 < TOKENS;
-                const int t = on ? first + lane / 16 : first;
-                float x[V / 16], scale = 1.0f;
-#pragma unroll
-                for (int i = 0; i < V / 16; i++) x[i] = so[t * V + lane % 16 + 16 * i];
+            for (int t = warp; t < TOKENS; t += WARPS) {
+                float scale = 1.0f;
                 if (MIXES) {
                     float squares = 0.0f;
-#pragma unroll
-                    for (int i = 0; i < V / 16; i++) squares = __fmaf_rn(x[i], x[i], squares);
-                    scale = rsqrtf(__fmaf_rn(sum_of_half_warp(squares), 1.0f / V, eps));
+                    for (int c = lane; c < V; c += 32) squares = __fmaf_rn(so[t * V + c], so[t * V + c], squares);
+                    scale = rsqrtf(__fmaf_rn(sum_of_warp(squares), 1.0f / V, eps));
                 }
-                if (on) {
-#pragma unroll
-                    for (int i = 0; i < V / 16; i++) {
-                        const int c = lane % 16 + 16 * i;
-                        if (MIXES) x[i] = __fmul_rn(__fmul_rn(__fmul_rn(x[i], scale), gain[c]), sg[t * V + c]);
-                        write_number(read + ((n * TOKENS + t) * H + h) * V + c, x[i]);
-                    }
+                for (int c = lane; c < V; c += 32) {
+                    float x = so[t * V + c];
+                    if (MIXES) x = __fmul_rn(__fmul_rn(__fmul_rn(x, scale), gain[c]), sg[t * V + c]);
+                    write_number(read + ((n * TOKENS + t) * H + h) * V + c, x);
                 }
             }
         } else {

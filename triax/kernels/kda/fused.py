@@ -13,7 +13,7 @@ from triax.errors import UnsupportedError
 from triax.kernels import nvrtc
 from triax.kernels.kda.slots import Projected, Records, Slots, Weights
 
-SOURCES = (Path(__file__).with_name("numbers.cuh"), Path(__file__).with_name("fused.cu"))
+SOURCE = Path(__file__).with_name("fused.cu")
 SIZES = (32, 64, 128, 256)
 LARGEST = 128 * 256  # numbers of a state that the registers of a block hold
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "float"}
@@ -108,11 +108,10 @@ def shared_bytes(defines: tuple[tuple[str, str | int], ...]) -> int:
     named: dict[str, Any] = dict(defines)
     channels, width, tokens, mixes = (named[name] for name in ("K", "V", "TOKENS", "MIXES"))
     size = {name: 2 if named[name] == "bf16" else 4 for name in "XEW"}
-    most, mixed = max(tokens, named["PENDING"]), 2 * channels + width
-    stage = channels * width * size["E"]
-    stage += tokens * (mixed + channels + mixes * width) * size["X"]
+    most, mixed, groups = max(tokens, named["PENDING"]), 2 * channels + width, THREADS * 4 // width
+    stage = channels * width * size["E"] + tokens * (mixed + channels + mixes * width) * size["X"]
     stage += mixes * (named["TAPS"] - 1) * mixed * size["W"]
-    vectors = most * (3 * channels + width) + mixes * tokens * width + 4 * THREADS + width
+    vectors = most * (3 * channels + width) + mixes * tokens * width + width + 2 * groups * width + width
     return stage + 4 * (vectors + 2 * (-(-most // 4) * 4)) + 16
 
 
@@ -227,7 +226,7 @@ def _walk(
 @lru_cache(maxsize=256)
 def _function(defines: tuple[tuple[str, str | int], ...], device: int) -> tuple[Any, int]:
     shared = shared_bytes(defines)
-    return nvrtc.load(SOURCES, "walk", defines, shared, device), shared
+    return nvrtc.load((SOURCE,), "walk", defines, shared, device), shared
 
 
 def resident(device: torch.device, shared: int) -> int:
