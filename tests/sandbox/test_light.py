@@ -143,6 +143,8 @@ def test_files_are_written_read_listed_moved_and_removed(light, hosting, started
             assert await sandbox.read(f"{top}/link", 0, 2) == b"\0\1"
             await sandbox.rename(f"{top}/é", f"{top}/a/plain")
             assert (await sandbox.stat(f"{top}/a/plain")).size == 2
+            await sandbox.rename(f"{top}/a/plain", f"{top}/new/above/plain")
+            assert (await sandbox.stat(f"{top}/new/above/plain")).size == 2
             await sandbox.make_directory(f"{top}/x/y/z")
             await sandbox.remove(f"{top}/x")
             for act in (
@@ -150,6 +152,7 @@ def test_files_are_written_read_listed_moved_and_removed(light, hosting, started
                 sandbox.stat(f"{top}/x"),
                 sandbox.list(f"{top}/x"),
                 sandbox.remove(f"{top}/x"),
+                sandbox.rename(f"{top}/x", f"{top}/never/x"),
             ):
                 with pytest.raises(SandboxError) as caught:
                     await act

@@ -306,7 +306,7 @@ class Machine(Protocol):
         ...
 
     async def rename(self, source: str, destination: str) -> None:
-        """Move a file or folder."""
+        """Move a file or folder, and make the folders above its new place."""
         ...
 
     async def make_directory(self, path: str) -> None:

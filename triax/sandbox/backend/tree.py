@@ -167,9 +167,12 @@ class Tree:
                 os.unlink(name, dir_fd=folder)
 
     def rename(self, source: str, destination: str) -> None:
-        """Move a file or folder; what is at the destination is replaced as `rename(2)` does."""
-        with self._errors(source), self._parent(source) as (old, name), self._parent(destination) as (new, other):
-            os.rename(name, other, src_dir_fd=old, dst_dir_fd=new)
+        """Move a file or folder, and make the folders above; what is there is replaced as `rename(2)` does."""
+        with self._errors(source), self._parent(source) as (old, name):
+            os.stat(name, dir_fd=old, follow_symlinks=False)
+            self._make(posixpath.dirname(self._inside(destination)))
+            with self._parent(destination) as (new, other):
+                os.rename(name, other, src_dir_fd=old, dst_dir_fd=new)
 
     def make_directory(self, path: str) -> None:
         """Make a folder and those above it."""
