@@ -1,7 +1,6 @@
 """Running the server: a socket, an engine process, and an orderly end."""
 
 import asyncio
-import gc
 import signal
 import socket
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from triax.serve.http.app import make_app
 from triax.serve.http.face import Face
 from triax.serve.http.model import check_settings, open_tokenizer
 from triax.serve.link import MAKER, Link
+from triax.serve.process import settle
 
 KEEP_ALIVE_S = 75
 log = logger("serve")
@@ -115,8 +115,7 @@ async def _watch(server: Server, say: Callable[[str], None]) -> None:
         await link.has_changed.wait()
         link.has_changed.clear()
         if link.status == "ready":
-            gc.collect()
-            gc.freeze()  # what is there now stays: no later collection stops the streams to look at it
+            settle()
             model = server.face.model
             say(f"ready: model `{model.name}`, {model.context} tokens of context, chat format {model.format}")
         elif link.status == "failed":
