@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import cache as memoized
 from pathlib import Path
 
 from triax.errors import SandboxError
@@ -64,7 +65,7 @@ def base(image: str | None, disk_mib: int, cache: Path) -> Path:
     if maker is None:
         raise SandboxError("image: found no `mkfs.ext4` to make file systems with; run `apt-get install e2fsprogs`")
     folder = tree(image, cache)
-    digest, used = _measure(folder)
+    digest, used = _measured_once(folder) if folder.is_relative_to(cache) else _measure(folder)
     size = used + used // 8 + (disk_mib + 8) * 2**20
     path = cache / f"image-{digest}-{size >> 20}.ext4"
     if path.exists():
@@ -99,6 +100,12 @@ def locked(path: Path) -> Generator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@memoized
+def _measured_once(folder: Path) -> tuple[str, int]:
+    """Return what `_measure` does, of a tree that we made ourselves and nobody writes; a large one takes a while."""
+    return _measure(folder)
 
 
 def _measure(folder: Path) -> tuple[str, int]:
