@@ -283,6 +283,7 @@ def live(world, tmp_path_factory, examples, spoil=lambda engine: None):
     lived()
 
 
+@pytest.mark.timeout(900)
 def test_answers_do_not_depend_on_what_happens_around_them(world, tmp_path_factory):
     live(world, tmp_path_factory, 200)
     assert all(world.seen[way] > 3 for way in WAYS_OF_ANSWERING), f"some way was hardly gone: {world.seen}"
