@@ -83,7 +83,7 @@ def measure(clients: int, seconds: float) -> dict[str, Any]:
         settings = (
             f"scheduling.max_running={clients}",
             f"cache.slots={3 * clients}",
-            "cache.pages=4096",
+            "cache.pages=2048",  # full before memory is first looked at
             "scheduling.mixed_prefill_tokens=128",
         )
         with served(folder, *settings) as (url, process):
