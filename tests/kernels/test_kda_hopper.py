@@ -53,9 +53,9 @@ VARIANTS = [
     ("scan_back", walk("scan_back", 2, True, None), 0),
     ("gradients", ACTIVATED, 512),
     ("gradients", FROM_RAW, 512),
-    ("prepare", UNBOUNDED, 0),
+    ("prepare", UNBOUNDED, 32),
     ("prepare", UNBOUNDED_FROM_RAW, 128),
-    ("gradients", UNBOUNDED, 640),
+    ("gradients", UNBOUNDED, 704),
     ("gradients", UNBOUNDED_FROM_RAW, 512),
 ]
 
