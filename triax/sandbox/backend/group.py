@@ -15,6 +15,7 @@ from triax.sandbox.protocol import Check, Resources, Usage
 PERIOD_US = 50_000  # of the processor quota: short, so that a throttled sandbox still answers
 WAIT_S = 5.0  # until all processes stand still or are gone; only a stuck kernel takes longer
 POLL_S = 0.0005
+AGAIN_S = 0.25  # until a freezer that is not done is asked anew
 FAMILY = "triax"
 CONTROLLERS = ("freezer", "memory", "pids", "cpu")
 
@@ -121,12 +122,22 @@ class Group:
             _put(self.second / "cgroup.freeze", "1")
             stopped = await _until(lambda: "frozen 1" in _get(events))
         else:
-            state = self.first["freezer"] / "freezer.state"
-            _put(state, "FROZEN")
-            stopped = await _until(lambda: _get(state).strip() == "FROZEN")
+            stopped = await self._freeze_first(self.first["freezer"] / "freezer.state")
         if not stopped:
             self.thaw()
             raise SandboxError(f"control group {self.label}: its processes did not stop within {WAIT_S:g} s")
+
+    async def _freeze_first(self, state: Path) -> bool:
+        """Return whether all stopped; the first version's freezer may wait for ever for one caught in another's stop."""
+        limit = time.monotonic() + WAIT_S
+        while True:
+            _put(state, "FROZEN")
+            if await _until(lambda: _get(state).strip() == "FROZEN", wait_s=AGAIN_S):
+                return True
+            if time.monotonic() > limit:
+                return False
+            _put(state, "THAWED")
+            await asyncio.sleep(POLL_S)
 
     def thaw(self) -> None:
         """Let every process go on."""
@@ -247,8 +258,8 @@ async def _kill_all(top: Path, second: bool) -> None:
         raise SandboxError(f"control group {top.name}: its processes did not end within {WAIT_S:g} s")
 
 
-async def _until(done: Callable[[], bool], pause_s: float = POLL_S) -> bool:
-    limit = time.monotonic() + WAIT_S
+async def _until(done: Callable[[], bool], pause_s: float = POLL_S, wait_s: float = WAIT_S) -> bool:
+    limit = time.monotonic() + wait_s
     while not done():
         if time.monotonic() > limit:
             return False
