@@ -128,7 +128,7 @@ class Group:
             raise SandboxError(f"control group {self.label}: its processes did not stop within {WAIT_S:g} s")
 
     async def _freeze_first(self, state: Path) -> bool:
-        """Return whether all stopped; the first version's freezer may wait for ever for one caught in another's stop."""
+        """Return whether all stopped; this freezer may wait for ever for one that is caught in another's stop."""
         limit = time.monotonic() + WAIT_S
         while True:
             _put(state, "FROZEN")
