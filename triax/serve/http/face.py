@@ -31,7 +31,8 @@ LARGE = 1 << 16
 """Bytes of a body above which it is rendered in a thread, so that others do not wait for it."""
 LONGEST_RETRY_S = 60
 
-dumps = msgspec.json.encode
+BREAKS = {character.encode(): f"\\u{ord(character):04x}".encode() for character in "\x85\u2028\u2029"}
+"""What JSON may hold as it is, but clients that read a stream by lines take for the end of one."""
 
 
 class Face:
@@ -163,6 +164,14 @@ class Events(StreamingResponse):
 def event(tree: object) -> bytes:
     """Return one server-sent event."""
     return b"data: " + dumps(tree) + b"\n\n"
+
+
+def dumps(tree: Any) -> bytes:
+    """Return a tree as JSON in one line, whatever a reader takes for the end of one."""
+    text = msgspec.json.encode(tree)
+    for character, escape in BREAKS.items():
+        text = text.replace(character, escape)
+    return text
 
 
 SIGN_OF_LIFE = b": the engine is at work\n\n"
