@@ -3,13 +3,14 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from triax.kernels import nvrtc
 
 COMPILE = """
 import json, os, re, subprocess, sys, tempfile
@@ -80,19 +81,12 @@ def hopper():
 @pytest.fixture(scope="session")
 def assembled(tmp_path_factory):
     """Compile CUDA C++ to machine code and read it back: `assembled(source, defines)`."""
-    nvcc = shutil.which("nvcc")
     disassembler = Path(pytest.importorskip("triton").__file__).parent / "backends/nvidia/bin/cuobjdump"
-    if nvcc is None:
-        pytest.skip("needs nvcc to compile CUDA C++ without a GPU; found none")
+    pytest.importorskip("cuda.bindings.nvrtc", reason="the compiler comes with cuda-bindings and nvidia-cuda-nvrtc")
 
     def compile(source, defines):
-        folder = tmp_path_factory.mktemp("cuda")
-        text = folder / "kernel.cu"
-        text.write_text("#define __CUDACC_RTC__\n" + source)
-        code = folder / "kernel.cubin"
-        macros = [f"-D{name}={value}" for name, value in defines]
-        target = ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-cubin", "-w"]
-        subprocess.run([nvcc, *target, *macros, text, "-o", code], check=True)
+        code = tmp_path_factory.mktemp("cuda") / "kernel.cubin"
+        code.write_bytes(nvrtc.compile(source, dict(defines), "sm_90a"))
 
         def shown(what):
             return subprocess.run([disassembler, what, code], capture_output=True, text=True).stdout

@@ -22,6 +22,12 @@ def is_available() -> bool:
     return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
 
+@lru_cache  # every launch asks
+def driver() -> Any:
+    """Return the bindings of CUDA's driver."""
+    return import_module("cuda.bindings.driver")
+
+
 def compile(source: str, defines: Mapping[str, str | int], architecture: str) -> bytes:
     """Return machine code.
 
@@ -80,17 +86,17 @@ def load(
     Raises:
         UnsupportedError: The source does not compile, or this GPU cannot load it.
     """
-    driver: Any = import_module("cuda.bindings.driver")
+    cuda = driver()
     with torch.cuda.device(device):
         major, minor = torch.cuda.get_device_capability(device)
         torch.cuda.current_stream().synchronize()  # the device's context exists from here on
         text = "\n".join((before, *(path.read_text() for path in paths)))
         code = compile(text, dict(defines), f"sm_{major}{minor}{'a' if major >= 9 else ''}")
-        module = _checked(driver.cuModuleLoadData(code))
-        function = _checked(driver.cuModuleGetFunction(module, name.encode()))
+        module = _checked(cuda.cuModuleLoadData(code))
+        function = _checked(cuda.cuModuleGetFunction(module, name.encode()))
         if shared > DEFAULT_SHARED:
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _checked(driver.cuFuncSetAttribute(function, attribute, shared))
+            attribute = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _checked(cuda.cuFuncSetAttribute(function, attribute, shared))
     return function
 
 
@@ -104,14 +110,13 @@ def launch(function: Any, blocks: tuple[int, ...], threads: int, shared: int, ar
         shared: Bytes of dynamic shared memory a block.
         arguments: The kernel's arguments in order: tensors, none for a null pointer, or values of `ctypes`.
     """
-    driver: Any = import_module("cuda.bindings.driver")
     values = [
         c_void_p(0 if x is None else x.data_ptr()) if x is None or isinstance(x, Tensor) else x for x in arguments
     ]
     places = (c_void_p * len(values))(*(addressof(value) for value in values))
     stream = torch.cuda.current_stream().cuda_stream
     grid = (*blocks, 1, 1)[:3]
-    _checked(driver.cuLaunchKernel(function, *grid, threads, 1, 1, shared, stream, addressof(places), 0))
+    _checked(driver().cuLaunchKernel(function, *grid, threads, 1, 1, shared, stream, addressof(places), 0))
 
 
 def _checked(outcome: tuple[Any, ...]) -> Any:

@@ -39,5 +39,9 @@ def on_device(
     numbers: Sequence[int] | Sequence[float], device: torch.device, dtype: torch.dtype = torch.long
 ) -> Shaped[Tensor, " n"]:
     """Return numbers as a tensor; a GPU gets them in their turn, and nobody waits for what runs there."""
-    tensor = torch.tensor(numbers, dtype=dtype)
+    return sent(torch.tensor(numbers, dtype=dtype), device)
+
+
+def sent(tensor: Shaped[Tensor, "*shape"], device: torch.device) -> Shaped[Tensor, "*shape"]:
+    """Copy from a processor to a device; to a GPU without waiting for what it still computes."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from triax.data.pack import Batch
 from triax.model.decoder import Decoder
+from triax.model.device import sent
 from triax.model.layout import Layout
 from triax.train.loss import IGNORED, cross_entropy
 
@@ -23,7 +24,7 @@ class Cost(NamedTuple):
 
 def cost(model: Decoder, batch: Batch, device: torch.device) -> Cost:
     """Run the network on a batch and sum its losses; with the extra layer only while training."""
-    tokens, targets = _sent(batch.tokens, device), _sent(batch.targets, device)
+    tokens, targets = sent(batch.tokens, device), sent(batch.targets, device)
     layout = Layout.of(batch.lengths)
     if not (model.training and model.settings.multi_token and model.settings.multi_token.loss_weight):
         return Cost(cross_entropy(model(tokens, layout), model.head.weight, targets), None)
@@ -34,11 +35,6 @@ def cost(model: Decoder, batch: Batch, device: torch.device) -> Cost:
         cross_entropy(output.hidden, model.head.weight, targets),
         cross_entropy(output.second, model.head.weight, targets_after_next(targets, batch.lengths)),
     )
-
-
-def _sent(tensor: Int[Tensor, " T"], device: torch.device) -> Int[Tensor, " T"]:
-    """Copy to a device; to a GPU without waiting for what it still computes."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def targets_after_next(targets: Int[Tensor, " T"], lengths: tuple[int, ...]) -> Int[Tensor, " T"]:

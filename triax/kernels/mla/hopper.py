@@ -2,7 +2,6 @@
 
 import ctypes
 from functools import lru_cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +128,7 @@ def _function(columns: int, ring: int, shared: int, device: int) -> Any:
 @lru_cache(maxsize=256)
 def _map(address: int, rows: int, box: tuple[int, int]) -> Any:
     """Describe rows of bf16 latents to the copy engine, which brings a box of 64 or 32 channels by rows at a time."""
-    driver: Any = import_module("cuda.bindings.driver")
+    driver = nvrtc.driver()
     swizzles = driver.CUtensorMapSwizzle
     _, encoded = driver.cuTensorMapEncodeTiled(
         driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, address,

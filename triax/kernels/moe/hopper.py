@@ -2,7 +2,6 @@
 
 import ctypes
 from functools import lru_cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +117,6 @@ class Products:
 
 
 @lru_cache
-def _driver() -> Any:
-    return import_module("cuda.bindings.driver")
-
-
-@lru_cache
 def _most_pairs(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count // 2
 
@@ -135,7 +129,7 @@ def _map(matrices: Tensor, high: int) -> Any:
 
 @lru_cache(maxsize=4096)  # addresses recur, and encoding takes longer than all else on a launch's way
 def _encoded(address: int, count: int, rows: int, columns: int, size: int, high: int) -> Any:
-    driver = _driver()
+    driver = nvrtc.driver()
     kinds = driver.CUtensorMapDataType
     kind = kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32 if size == 4 else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
     problem, encoded = driver.cuTensorMapEncodeTiled(
