@@ -15,7 +15,7 @@ EXTRAS = {
     "video": ("av",),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
-    "serve": ("fastapi", "uvicorn", "zmq", "msgspec", "httpx"),
+    "serve": ("fastapi", "uvicorn", "zmq", "msgspec", "httpx", "aiohttp"),
     "grammar": ("xgrammar",),
     "sandbox": ("fastapi", "hypercorn", "h2", "httpx"),
     "gpu": ("cuda",),

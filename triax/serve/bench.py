@@ -1,4 +1,8 @@
-"""Loading a server and measuring what its clients feel: times to tokens, throughput, errors, reuse of prefixes."""
+"""Loading a server and measuring what its clients feel: times to tokens, throughput, errors, reuse of prefixes.
+
+The client is aiohttp: httpx looks through all of its connections whenever a request begins or ends, which with 200 of
+them takes longer than the server's work, so that the client would be measured instead.
+"""
 
 import asyncio
 import json
@@ -10,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 
 from triax.errors import ConfigError
 
@@ -18,6 +22,8 @@ PERCENTILES = (50, 90, 99)
 VOCABULARY = 1000
 """Tokens that prompts are drawn from where the server does not tell its own number."""
 CONNECT_S = 10.0
+IDLE_S = 3.0  # an idle connection is used again for so long; servers close theirs after 5 s or more
+LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -101,19 +107,22 @@ class Bench:
         return asyncio.run(self._run())
 
     async def _run(self) -> dict[str, Any]:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        timeout = httpx.Timeout(None, connect=CONNECT_S)
-        async with httpx.AsyncClient(headers=self._headers, timeout=timeout, limits=limits) as http:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        async with aiohttp.ClientSession(
+            connector=connector, headers=self._headers, timeout=timeout, trust_env=True, read_bufsize=LINE_BYTES
+        ) as http:
             await self._look(http)
             shared = self._tokens(self.load.shared_tokens)
             self._start = time.perf_counter()
             await (self._at_rate(http, shared) if self.load.rate else self._at_once(http, shared))
         return report(self.load, self._measured, time.perf_counter() - self._start) | {"model": self._model}
 
-    async def _look(self, http: httpx.AsyncClient) -> None:
+    async def _look(self, http: aiohttp.ClientSession) -> None:
         try:
-            card = (await http.get(f"{self.url}/v1/models")).raise_for_status().json()["data"][0]
-        except (httpx.HTTPError, ValueError, LookupError) as problem:
+            async with http.get(f"{self.url}/v1/models", raise_for_status=True) as response:
+                card = (await response.json())["data"][0]
+        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError) as problem:
             raise ConfigError(
                 f"{self.url}: no server of this API answers; found {str(problem) or type(problem).__name__}; "
                 "start one with `triax serve CHECKPOINT`"
@@ -131,13 +140,13 @@ class Bench:
         self._begun += turns
         return turns
 
-    async def _at_rate(self, http: httpx.AsyncClient, shared: list[int]) -> None:
+    async def _at_rate(self, http: aiohttp.ClientSession, shared: list[int]) -> None:
         async with asyncio.TaskGroup() as group:
             while turns := self._next():
                 group.create_task(self._talk(http, shared, turns))
                 await asyncio.sleep(self._random.expovariate(self.load.rate))
 
-    async def _at_once(self, http: httpx.AsyncClient, shared: list[int]) -> None:
+    async def _at_once(self, http: aiohttp.ClientSession, shared: list[int]) -> None:
         async def work() -> None:
             while turns := self._next():
                 await self._talk(http, shared, turns)
@@ -146,7 +155,7 @@ class Bench:
             for _ in range(self.load.concurrency):
                 group.create_task(work())
 
-    async def _talk(self, http: httpx.AsyncClient, shared: list[int], turns: int) -> None:
+    async def _talk(self, http: aiohttp.ClientSession, shared: list[int], turns: int) -> None:
         said = list(shared)
         for turn in range(turns):
             if turn and self.load.pause_s:
@@ -156,12 +165,12 @@ class Bench:
             self._measured.append(one)
             try:
                 said += await self._ask(http, said, one)
-            except (httpx.HTTPError, ConfigError, ValueError) as problem:
+            except (aiohttp.ClientError, TimeoutError, ConfigError, ValueError) as problem:
                 one.error = str(problem) or type(problem).__name__
                 one.end_s = time.perf_counter() - self._start
                 return
 
-    async def _ask(self, http: httpx.AsyncClient, prompt: list[int], one: Measured) -> list[int]:
+    async def _ask(self, http: aiohttp.ClientSession, prompt: list[int], one: Measured) -> list[int]:
         body = {
             "model": self._model,
             "prompt": prompt,
@@ -175,14 +184,13 @@ class Bench:
         }
         begin = last = time.perf_counter()
         answer: list[int] = []
-        async with http.stream("POST", f"{self.url}/v1/completions", json=body) as response:
-            if response.is_error:
-                await response.aread()
-                raise ConfigError(f"status {response.status_code}: {_reason(response)}")
-            async for line in response.aiter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
+        async with http.post(f"{self.url}/v1/completions", json=body) as response:
+            if not response.ok:
+                raise ConfigError(f"status {response.status}: {_reason(await response.text())}")
+            async for line in response.content:
+                if not line.startswith(b"data: {"):  # blank lines, comments, the end
                     continue
-                tree = json.loads(line.removeprefix("data: "))
+                tree = json.loads(line.removeprefix(b"data: "))
                 if "error" in tree:
                     raise ConfigError(tree["error"]["message"])
                 if usage := tree.get("usage"):
@@ -200,11 +208,11 @@ class Bench:
         return answer
 
 
-def _reason(response: httpx.Response) -> str:
+def _reason(text: str) -> str:
     try:
-        return response.json()["error"]["message"]
+        return json.loads(text)["error"]["message"]
     except (ValueError, LookupError, TypeError):
-        return response.text[:200]
+        return text[:200]
 
 
 def report(load: Load, measured: Sequence[Measured], wall_s: float) -> dict[str, Any]:
