@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -27,6 +29,28 @@ def until_ready(log: Path, process: subprocess.Popen, word: str = "ready: ") -> 
             raise RuntimeError(f"no server: {told}")
         time.sleep(0.02)
     return told.split("listening on ")[1].split()[0]
+
+
+class Beside(threading.Thread):
+    """Work beside a test; what goes wrong in it is raised where its result is asked for, never in a later test."""
+
+    def __init__(self, work: Callable, *words) -> None:
+        super().__init__(daemon=True)
+        self.work, self.words, self.value, self.problem = work, words, None, None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.value = self.work(*self.words)
+        except BaseException as problem:
+            self.problem = problem
+
+    def result(self, timeout_s: float = 60):
+        self.join(timeout_s)
+        assert not self.is_alive(), f"still at it after {timeout_s} s"
+        if self.problem is not None:
+            raise self.problem
+        return self.value
 
 
 class Served:

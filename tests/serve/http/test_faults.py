@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +11,8 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+
+from .conftest import Beside
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -61,14 +62,11 @@ def test_a_killed_engine_is_told_to_its_clients_and_started_again(start, ask):
     def wait():
         results.append(server.post("/v1/chat/completions", body(slow)))
 
-    threads = [threading.Thread(target=work) for work in (stream, wait) for _ in range(4)]
-    for thread in threads:
-        thread.start()
+    clients = [Beside(work) for work in (stream, wait) for _ in range(4)]
     until(lambda: figure(server, "triax_engine_running") == 8)
     os.kill(server.engine_pid(), signal.SIGKILL)
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    for client in clients:
+        client.result()
     assert len(results) == 8
     for result in results:
         if isinstance(result, httpx.Response):

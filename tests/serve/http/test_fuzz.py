@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 
-from .conftest import Served, make_folder, said
+from .conftest import Beside, Served, make_folder, said
 from .test_faults import body, figure, until
 
 schemathesis = pytest.importorskip("schemathesis")
@@ -26,11 +26,10 @@ def fuzzed(tmp_path_factory):
             stream = served.client("boss").chat.completions.create(**body(name, stream=True))
             stories.append("".join(chunk.choices[0].delta.content or "" for chunk in stream))
 
-    listener = threading.Thread(target=listen)
-    listener.start()
+    listener = Beside(listen)
     yield served
     is_over.set()
-    listener.join()
+    listener.result()
     assert set(stories) == {"word " * 80}
     until(lambda: figure(served, "triax_active_requests") == 0)
     text = served.get("/metrics").text

@@ -20,7 +20,7 @@ from triax.data.kimi import KimiTokenizer
 from triax.model.decoder import Decoder
 from triax.serve.open import open_engine
 
-from .conftest import TEXT, Served, add_up, tool
+from .conftest import TEXT, Beside, Served, add_up, tool
 from .test_faults import body, figure, until
 
 pytestmark = pytest.mark.slow
@@ -133,9 +133,7 @@ def test_an_engine_killed_under_load_again_and_again_leaves_whole_files_and_wron
             told.append(answer is None or answer == known[n])
             time.sleep(0.1 * (answer is None))
 
-    listeners = [threading.Thread(target=listen, args=(n,)) for n in range(len(texts))]
-    for listener in listeners:
-        listener.start()
+    listeners = [Beside(listen, n) for n in range(len(texts))]
     for deaths in range(1, 5):
         until(lambda: figure(served, "triax_engine_running") > 0)
         time.sleep(0.7 * deaths)
@@ -144,7 +142,7 @@ def test_an_engine_killed_under_load_again_and_again_leaves_whole_files_and_wron
         until(lambda: served.get("/health").status_code == 200, 120)
     is_over.set()
     for listener in listeners:
-        listener.join()
+        listener.result()
     assert told
     assert all(told), "what comes from a pool that was killed over and over is what it was"
     assert served.stop() == 0
