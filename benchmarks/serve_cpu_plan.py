@@ -22,6 +22,7 @@ from triax.serve.request import Request
 from triax.serve.scheduler import Scheduler
 
 BAR = 50_000
+FEWEST_ROWS = 20_000  # so that a run holds many comings and goings also with one sequence
 
 
 def measured(batch: int, context: int, steps: int, seed: int) -> tuple[float, float, float]:
@@ -81,7 +82,7 @@ def measured(batch: int, context: int, steps: int, seed: int) -> tuple[float, fl
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=400, help="fewest steps of a run")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     settle()
@@ -89,7 +90,8 @@ def main() -> None:
     print("| sequences | context | sequence-steps/s, median | lowest … highest | step, ms | 99th, ms | bar |")
     print("|---|---|---|---|---|---|---|")
     for batch, context in ((1, 8192), (64, 2048), (256, 2048), (256, 8192)):
-        runs = [measured(batch, context, options.steps, seed) for seed in range(options.repeats)]
+        steps = max(options.steps, FEWEST_ROWS // batch)
+        runs = [measured(batch, context, steps, seed) for seed in range(options.repeats)]
         rates = sorted(rate for rate, _, _ in runs)
         print(
             f"| {batch} | {context} | {statistics.median(rates):,.0f} | {rates[0]:,.0f} … {rates[-1]:,.0f} "
