@@ -1,4 +1,4 @@
-# Seven words, the same locally and in continuous integration; each works alone on a fresh checkout.
+# Eight words, the same locally and in continuous integration; each works alone on a fresh checkout.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 RUN := runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo fix check test soak docs
+.PHONY: help setup demo fix check test soak gpu docs
 
 help:
 	@echo 'make setup   make the virtual environment .venv with everything a developer needs'
@@ -19,6 +19,7 @@ help:
 	@echo 'make check   formatting, lint, types, import rules, spelling'
 	@echo 'make test    make check, then all quick tests'
 	@echo 'make soak    the long runs'
+	@echo 'make gpu     on a machine with a Hopper GPU: the tests that need it, then every figure beside its bar'
 	@echo 'make docs    write the reference pages and build the site into site/'
 
 .venv/bin/python:
@@ -72,6 +73,12 @@ test: check $(PACKAGES)
 soak: $(DEV) $(PACKAGES)
 	$(BIN)/python -m pytest -q -m "not soak and not gpu and not compiled" --hypothesis-profile=soak --timeout=7200
 	$(BIN)/python -m pytest -q -o addopts="--import-mode=importlib --strict-markers" -m "soak or compiled" --timeout=7200
+
+gpu: $(DEV)
+	$(BIN)/python -m pytest -q -m gpu
+	$(BIN)/python -m benchmarks.kernels
+	$(BIN)/python -m benchmarks.train_step
+	$(BIN)/python -m benchmarks.serve_h200
 
 docs: $(DOCS)
 	$(BIN)/python docs/generate.py
