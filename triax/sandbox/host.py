@@ -17,6 +17,8 @@ from triax.sandbox.store import Record, Snapshot, Store, backend_of, new_id
 
 RETRY_S = 10.0  # until a time limit that could not be kept is tried again
 HEALTH_S = 5.0  # between two looks at whether machines still live
+UNHARMED = ("suspending", "snapshotting", "forking")
+"""Statuses in which a sandbox that has a snapshot to resume from is as good as suspended."""
 
 
 class Host:
@@ -43,6 +45,7 @@ class Host:
         self.ended: list[str] = []
         self._sandboxes: dict[str, Sandbox] = {}
         self.starting: set[str] = set()
+        self._coming: dict[str, Record] = {}
         self._news = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._deeds: set[asyncio.Task[None]] = set()
@@ -87,7 +90,7 @@ class Host:
         """Give the folder up.
 
         Args:
-            keep: Suspend those whose time limit would; otherwise, and for those that cannot be, end them.
+            keep: Suspend those whose time limit would, and list those that cannot be as failed; otherwise end all.
         """
         if self._watcher is not None:
             self._watcher.cancel()
@@ -130,6 +133,7 @@ class Host:
             raise SandboxError(f"sandbox {id}: there is one already; leave the id out", "refused", status=409)
         record = Record(id, self.backend.name, wanted, origin=snapshot, latest=snapshot)
         self.starting.add(id)
+        self._coming[id] = record  # its snapshot must stay while it starts
         machine: Machine | None = None
         try:
             self.store.save(record)
@@ -146,6 +150,7 @@ class Host:
             raise
         finally:
             self.starting.discard(id)
+            del self._coming[id]
 
     async def _started(self, record: Record, held: Snapshot | None) -> Machine:
         if held is None:
@@ -262,11 +267,11 @@ class Host:
             self._do(asyncio.to_thread(self.store.empty, self.store.sweep(self._records(), self.active)[1]))
 
     def _records(self) -> list[Record]:
-        return [one.record for one in self._sandboxes.values()]
+        return [*(one.record for one in self._sandboxes.values()), *self._coming.values()]
 
     def _find_again(self, record: Record) -> None:
-        if record.status == "suspending" and record.snapshot and self.store.exists(record.snapshot):
-            record.status = "suspended"  # its owner died after the work was done
+        if record.status in UNHARMED and record.snapshot and self.store.exists(record.snapshot):
+            record.status = "suspended"  # its owner died after it was put away, or while it was copied from there
             record.origin, record.latest = None, record.snapshot
         if record.status == "dead":
             self.store.forget(record.id)
@@ -284,12 +289,18 @@ class Host:
             self.store.save(record)
 
     async def _put_away(self, sandbox: Sandbox, keep: bool) -> None:
-        with suppress(SandboxError):
-            await sandbox.settled()
-            if keep and sandbox.spec.on_timeout == "suspend" and sandbox.status in ("running", "paused"):
-                await sandbox.suspend()
-        if sandbox.status in ("running", "paused"):
+        await sandbox.settled()
+        if sandbox.status not in ("running", "paused"):
+            return
+        if not keep or sandbox.spec.on_timeout != "suspend":
             await sandbox.kill()
+            return
+        try:
+            await sandbox.suspend()
+        except SandboxError as error:
+            logger("sandbox").warning("sandbox %s could not be put away and is lost: %s", sandbox.id, error)
+            if sandbox.status in ("running", "paused"):
+                await sandbox.give_up(f"its owner ended and could not put it away: {error}")
 
     async def _watch(self) -> None:
         looked = time.monotonic()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 from triax.errors import SandboxError
 from triax.log import logger
 from triax.sandbox.protocol import STABLE, Backend, Machine, Status
-from triax.sandbox.rules import allow
+from triax.sandbox.rules import USABLE, allow
 from triax.sandbox.store import Record, Store, new_id
 
 if TYPE_CHECKING:
@@ -93,13 +93,15 @@ class Life:
         """End the machine and all that was kept."""
         await self._change("kill", "killing", self._kill)
 
-    async def bury(self) -> None:
-        """Note that the machine ended by itself, and free what it held."""
-        await self._change("kill", "killing", self._bury)
+    async def bury(self, reason: str) -> None:
+        """End the machine, if it has not ended by itself, and note that the sandbox failed, and why."""
+        await self._change("kill", "killing", lambda before: self._bury(reason))
 
     def allow(self, operation: str) -> None:
         """Refuse an operation that the present status does not take; HTTP status 409."""
-        allow(operation, self.record.id, self.status, self.record.reason)
+        # copies are made of suspended sandboxes too, and those have no machine to use meanwhile
+        status = "suspended" if operation == "use" and self.status in USABLE and not self.machine else self.status
+        allow(operation, self.record.id, status, self.record.reason)
 
     async def _change(self, operation: str, during: Status, act: "Callable[[Status], Awaitable[T]]") -> T:
         self.allow(operation)
@@ -371,11 +373,11 @@ class Life:
             self.owner.store.save(self.record)
         self.owner.tidy()
 
-    async def _bury(self, before: Status) -> None:
+    async def _bury(self, reason: str) -> None:
         machine = self.machine
         if machine is not None:
             await self._end(machine)
-        self._settle("failed", "its machine ended by itself")
+        self._settle("failed", reason)
 
     def _restart_time(self) -> None:
         limit = self.record.spec.timeout_s

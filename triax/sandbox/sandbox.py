@@ -21,6 +21,7 @@ from triax.sandbox.protocol import (
     Status,
     Usage,
 )
+from triax.sandbox.rules import USABLE
 from triax.sandbox.store import Record
 
 T = TypeVar("T")
@@ -70,6 +71,11 @@ class Sandbox:
     def status(self) -> Status:
         """Where it is in its life."""
         return self._life.record.status
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether commands and files are served now, be it after a moment."""
+        return self._life.machine is not None and self.status in USABLE
 
     @property
     def reason(self) -> str:
@@ -325,12 +331,16 @@ class Sandbox:
         """Try again later what its time limit asks for, since it failed now."""
         self._life.record.expires_s = time.time() + seconds
 
+    async def give_up(self, reason: str) -> None:
+        """End its machine and keep what is known of it as `failed`: what cannot be kept is told, not dropped."""
+        await self._life.bury(reason)
+
     async def check(self) -> None:
         """Find out whether its machine still lives; one that ended by itself becomes `failed`."""
         if self.status not in ("running", "paused") or await self.is_alive():
             return
         if self.status in ("running", "paused"):
-            await self._life.bury()
+            await self._life.bury("its machine ended by itself")
 
     async def _use(self, act: "Callable[[Machine], Awaitable[T]]") -> T:
         self._life.allow("use")

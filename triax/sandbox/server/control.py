@@ -80,8 +80,8 @@ async def sandboxes(
         found = [one for one in found if one.created_s >= started_after.timestamp()]
     if template is not None:
         found = [one for one in found if one.spec.metadata.get(wire.TEMPLATE) == template]
-    found.sort(key=lambda one: (one.created_s, one.id), reverse=order == "desc")
-    response = _page([wire.listed(one) for one in found], "sandboxID", limit, next_token)
+    rows = [((one.created_s, one.id), wire.listed(one)) for one in found]
+    response = _page(rows, limit, next_token, newest_first=order == "desc")
     if "running" in states:
         response.headers["x-total-running"] = str(sum(wire.state(one.status) == "running" for one in found))
     return response
@@ -99,17 +99,24 @@ def _matching(here: Plane, metadata: str | None, states: Sequence[str]) -> list[
     ]
 
 
-def _page(rows: list[dict[str, Any]], key: str, limit: int, after: str | None) -> JSONResponse:
-    """Answer with the rows behind the one that the last page ended with."""
-    begin = 0
+def _page(
+    rows: Sequence[tuple[tuple[float, str], dict[str, Any]]], limit: int, after: str | None, *, newest_first: bool
+) -> JSONResponse:
+    """Answer with the rows behind the place, a time and an id, where the last page ended; its row may be gone."""
+    rows = sorted(rows, key=lambda row: row[0], reverse=newest_first)
     if after is not None:
-        places = [place for place, row in enumerate(rows) if row[key] == after]
-        if not places:
-            raise SandboxError("nextToken: not known here any more; list from the start", "refused")
-        begin = places[0] + 1
-    response = JSONResponse(rows[begin : begin + limit])
-    if begin + limit < len(rows):
-        response.headers["x-next-token"] = rows[begin + limit - 1][key]
+        text, _, id = after.partition("~")
+        try:
+            end = float(text), id
+        except ValueError:
+            raise SandboxError(
+                f"nextToken: is none of this server; found `{after[:80]}`; list from the start", "refused"
+            ) from None
+        rows = [row for row in rows if (row[0] < end if newest_first else row[0] > end)]
+    response = JSONResponse([row for _, row in rows[:limit]])
+    if len(rows) > limit:
+        (when, id), _ = rows[limit - 1]
+        response.headers["x-next-token"] = f"{when!r}~{id}"
     return response
 
 
@@ -225,12 +232,13 @@ async def snapshots(
     next_token: Annotated[str | None, Query(alias="nextToken")] = None,
 ) -> JSONResponse:
     """List snapshots, the newest first."""
-    found = sorted(here.host.snapshots(), key=lambda one: one.created_s, reverse=True)
+    found = here.host.snapshots()
     if sandbox_id is not None:
         found = [one for one in found if one.source == sandbox_id]
     if name is not None:
         found = [one for one in found if one.id == here.catalog.snapshot_id(name)]
-    return _page([_snapshot(here, one) for one in found], "snapshotID", limit, next_token)
+    rows = [((one.created_s, one.id), _snapshot(here, one)) for one in found]
+    return _page(rows, limit, next_token, newest_first=True)
 
 
 def _snapshot(here: Plane, kept: Snapshot) -> dict[str, Any]:
@@ -259,7 +267,8 @@ async def templates_by_page(
     next_token: Annotated[str | None, Query(alias="nextToken")] = None,
 ) -> JSONResponse:
     """List templates page by page."""
-    return _page([_template(here, kept) for kept in here.catalog.templates()], "templateID", limit, next_token)
+    rows = [((kept.created_s, kept.id), _template(here, kept)) for kept in here.catalog.templates()]
+    return _page(rows, limit, next_token, newest_first=False)
 
 
 @router.post("/v3/templates", status_code=202)

@@ -28,7 +28,7 @@ class _Collector:
             counts[sandbox.status] = counts.get(sandbox.status, 0) + 1
         for status, count in counts.items():
             statuses.add_metric([status], count)
-        live = [sandbox.spec.resources for sandbox in plane.live()]
+        live = [sandbox.spec.resources for sandbox in plane.admission.live()]
         created = CounterMetricFamily("triax_sandbox_creations", "Sandboxes asked for, by outcome.", labels=["outcome"])
         for outcome, count in plane.counts.items():
             created.add_metric([outcome], count)
@@ -72,9 +72,8 @@ def node(plane: Plane) -> dict[str, Any]:
     """Return this machine as a cluster's list of nodes shows one."""
     total, free = machine.memory_bytes()
     disk = shutil.disk_usage(plane.settings.folder if plane.settings.folder.exists() else ".")
-    here = [one.spec.resources for one in plane.live()]
+    here = [one.spec.resources for one in plane.admission.live()]
     paused = [one.spec.resources for one in plane.sandboxes() if one.status in ("paused", "suspended")]
-    starting = sum(one.status == "creating" for one in plane.sandboxes())
     facts = os.uname()
     return {
         "id": facts.nodename,
@@ -84,7 +83,7 @@ def node(plane: Plane) -> dict[str, Any]:
         "version": triax.__version__,
         "commit": "",
         "sandboxCount": sum(one.status == "running" for one in plane.sandboxes()),
-        "sandboxStartingCount": starting,
+        "sandboxStartingCount": len(plane.host.starting),
         "sandboxPausedCount": len(paused),
         "createSuccesses": plane.counts["created"],
         "createFails": plane.counts["failed"],

@@ -11,10 +11,11 @@ from typing import Any, Literal
 from triax.config.sandbox import Server, Template
 from triax.errors import SandboxError
 from triax.sandbox.host import Host
-from triax.sandbox.protocol import Resources, Spec
+from triax.sandbox.protocol import STABLE, Resources, Spec
 from triax.sandbox.sandbox import Sandbox
 from triax.sandbox.server import schema, wire
 from triax.sandbox.server.access import Access
+from triax.sandbox.server.admission import Admission
 from triax.sandbox.server.catalog import Catalog
 from triax.sandbox.server.policy import network_of, refuse_unsupported
 from triax.sandbox.server.session import Session
@@ -41,6 +42,7 @@ class Plane:
         self.access = access
         self.catalog = catalog
         self.warm = Warm(host, settings.templates)
+        self.admission = Admission(settings.quotas, self.sandboxes)
         self.started_s = time.time()
         self.counts = {"created": 0, "failed": 0, "refused": 0}
         self._sessions: dict[str, tuple[int, Session]] = {}
@@ -74,9 +76,9 @@ class Plane:
         Raises:
             SandboxError: The sandbox does not run.
         """
-        sandbox = self.find(sandbox_id)
+        sandbox = await self._settled(sandbox_id)
         if sandbox.status in ("paused", "suspended") and sandbox.spec.metadata.get(wire.AUTO_RESUME) == "true":
-            await sandbox.resume()
+            await self._wake(sandbox)
         if wire.state(sandbox.status) != "running":
             raise SandboxError(f"sandbox {sandbox_id}: it is {sandbox.status}; connect to it first", status=502)
         known = self._sessions.get(sandbox_id)
@@ -86,6 +88,19 @@ class Plane:
         session = Session(sandbox) if known is None else known[1]
         self._sessions[sandbox_id] = (sandbox.generation, session)
         return session
+
+    async def _settled(self, sandbox_id: str) -> Sandbox:
+        """Return a sandbox once it can be used or stays what it is: clients are never told of a status in passing."""
+        sandbox = self.find(sandbox_id)
+        while sandbox.status not in STABLE and not sandbox.is_usable:
+            await sandbox.settled()
+            sandbox = self.find(sandbox_id)
+        return sandbox
+
+    async def _wake(self, sandbox: Sandbox) -> None:
+        if sandbox.status == "suspended":
+            self.admission.check_resumed(sandbox)
+        await sandbox.resume()
 
     async def forget(self, sandbox_id: str) -> None:
         """Let go of what clients had open in a sandbox, as when its machine ends."""
@@ -151,15 +166,15 @@ class Plane:
             )
         snapshot = self.host.snapshot(id)
         spec = self._spec(wanted, snapshot.spec.resources, snapshot.spec, wanted.template_id)
-        self._admit(spec.resources)
-        return await self.host.create(spec, snapshot=snapshot.id)
+        with self.admission.promised(spec.resources):
+            return await self.host.create(spec, snapshot=snapshot.id)
 
     async def _make(self, wanted: schema.Life, template: Template, name: str) -> Sandbox:
         below = plain(template)
         spec = self._spec(wanted, below.resources, below, name)
-        self._admit(spec.resources)
-        taken = self.warm.take(name, spec)
-        return taken if taken is not None else await self.host.create(spec)
+        with self.admission.promised(spec.resources):
+            taken = self.warm.take(name, spec)
+            return taken if taken is not None else await self.host.create(spec)
 
     def sandboxes(self) -> list[Sandbox]:
         """Return the sandboxes that clients made, the oldest first."""
@@ -242,28 +257,6 @@ class Plane:
             status=403,
         )
 
-    def _admit(self, wanted: Resources, count: int = 1) -> None:
-        quotas, live = self.settings.quotas, self.live()
-        here = [sandbox.spec.resources for sandbox in live]
-        kept = [sandbox.spec.resources for sandbox in self.sandboxes() if sandbox.status == "suspended"]
-        sums = [
-            ("sandboxes", len(live) + count, quotas.sandboxes),
-            ("cpus", sum(one.cpus for one in here) + count * wanted.cpus, quotas.cpus),
-            ("memory_mib", sum(one.memory_mib for one in here) + count * wanted.memory_mib, quotas.memory_mib),
-            ("disk_mib", sum(one.disk_mib for one in here + kept) + count * wanted.disk_mib, quotas.disk_mib),
-        ]
-        for name, total, limit in sums:
-            if limit is not None and total > limit:
-                raise SandboxError(
-                    f"quota {name}: all sandboxes may have {limit:g}; found {total:g} with what is asked; end some",
-                    "refused",
-                    status=429,
-                )
-
-    def live(self) -> Sequence[Sandbox]:
-        """Return the sandboxes that have a machine."""
-        return [one for one in self.sandboxes() if one.status not in ("dead", "lost", "failed", "suspended")]
-
     async def connect(self, sandbox_id: str, timeout: int | None, *, shorten: bool = False) -> tuple[Sandbox, bool]:
         """Make a sandbox usable, and prolong its life.
 
@@ -275,14 +268,11 @@ class Plane:
         Returns:
             The sandbox, and whether it had to be resumed.
         """
-        sandbox = self.find(sandbox_id)
         life = self.life(timeout)
+        sandbox = await self._settled(sandbox_id)
         resumed = sandbox.status in ("paused", "suspended")
         if resumed:
-            if sandbox.status == "suspended":
-                self._admit(sandbox.spec.resources)
-            await self.forget(sandbox_id)
-            await sandbox.resume()
+            await self._wake(sandbox)
         left = math.inf if sandbox.expires_s is None else sandbox.expires_s - time.time()
         if resumed or shorten or (timeout is not None and life > left):
             await sandbox.set_timeout(life)
@@ -307,12 +297,12 @@ class Plane:
 
     async def fork(self, sandbox_id: str, wanted: schema.Fork) -> Sequence[Sandbox | SandboxError]:
         """Split a running sandbox; each copy is a sandbox or the error that it met."""
-        sandbox = self.find(sandbox_id)
-        self._admit(sandbox.spec.resources, wanted.count)
-        copies = await sandbox.fork(wanted.count)
+        sandbox, life = self.find(sandbox_id), self.life(wanted.timeout)
+        with self.admission.promised(sandbox.spec.resources, wanted.count):
+            copies = await sandbox.fork(wanted.count)
         for copy in copies:
             if isinstance(copy, Sandbox) and wanted.timeout is not None:
-                await copy.set_timeout(self.life(wanted.timeout))
+                await copy.set_timeout(life)
         return copies
 
     async def kill(self, sandbox_id: str) -> None:

@@ -1,0 +1,152 @@
+"""What clients ask of a server at the same time, or in the middle of what another asked for."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from triax.config.sandbox import Quotas, Server
+from triax.errors import SandboxError
+from triax.sandbox.host import Host
+from triax.sandbox.sandbox import Sandbox
+from triax.sandbox.server import schema
+from triax.sandbox.server.access import Access
+from triax.sandbox.server.catalog import Catalog
+from triax.sandbox.server.plane import Plane
+
+WAKING = schema.AutoResume(enabled=True)
+
+
+@pytest.fixture
+def on_plane(brittle, tmp_path):
+    """Run a coroutine with the plane of a server whose machines break where told."""
+
+    def run(test, **settings):
+        async def whole():
+            host = await Host.open(tmp_path / "s", brittle.BrittleBackend())
+            server = Server(folder=tmp_path / "s", port=0, **settings)
+            plane = Plane(host, server, Access([], b"s" * 32), Catalog(tmp_path / "catalog.json", server.templates))
+            await test(plane)
+            await plane.close()
+            await host.close()
+
+        asyncio.run(whole())
+
+    return run
+
+
+def wanted(**more):
+    return schema.NewSandbox(template_id="base", **more)
+
+
+async def reached(sandbox, status):
+    """Wait until a task that was just begun has brought a sandbox there."""
+    async with asyncio.timeout(5):
+        while sandbox.status != status:
+            await asyncio.sleep(0)
+
+
+def refusals(answers):
+    return [answer.status for answer in answers if isinstance(answer, SandboxError)]
+
+
+def test_no_more_than_the_quota_is_made_however_many_ask_at_once(on_plane):
+    async def test(plane):
+        answers = await asyncio.gather(*(plane.create(wanted()) for _ in range(6)), return_exceptions=True)
+        assert refusals(answers) == [429] * 4
+        first, second = (answer for answer in answers if isinstance(answer, Sandbox))
+        await plane.kill(second.id)
+        split = schema.Fork(count=1)
+        answers = await asyncio.gather(*(plane.fork(first.id, split) for _ in range(2)), return_exceptions=True)
+        assert len(plane.admission.live()) == 2
+        assert refusals(answers) in ([429], [409]), "one found no place, or its source busy"
+
+    on_plane(test, quotas=Quotas(sandboxes=2))
+
+
+def test_traffic_wakes_no_sandbox_beyond_the_quota(on_plane):
+    async def test(plane):
+        first = await plane.create(wanted(auto_resume=WAKING))
+        await plane.pause(first.id, memory=None)
+        second = await plane.create(wanted())
+        for wake in (plane.session(first.id), plane.connect(first.id, None)):
+            with pytest.raises(SandboxError, match="quota sandboxes"):
+                await wake
+        await plane.kill(second.id)
+        await plane.session(first.id)
+        assert first.status == "running"
+
+    on_plane(test, quotas=Quotas(sandboxes=1))
+
+
+def test_a_suspended_sandbox_takes_its_disk_only_once_when_it_comes_back(on_plane):
+    async def test(plane):
+        sandbox = await plane.create(wanted())
+        await plane.pause(sandbox.id, memory=None)
+        with pytest.raises(SandboxError, match="quota disk_mib"):
+            await plane.create(wanted())
+        await plane.connect(sandbox.id, None)
+        assert sandbox.status == "running"
+
+    on_plane(test, quotas=Quotas(disk_mib=600))
+
+
+def test_copies_whose_time_cannot_be_given_are_not_made(on_plane):
+    async def test(plane):
+        sandbox = await plane.create(wanted())
+        with pytest.raises(SandboxError, match="timeout: this server gives"):
+            await plane.fork(sandbox.id, schema.Fork(count=3, timeout=90_000))
+        assert plane.sandboxes() == [sandbox]
+
+    on_plane(test)
+
+
+@pytest.mark.parametrize("during", ["suspending", "resuming", "forking"])
+def test_who_connects_meanwhile_gets_a_sandbox_that_runs(on_plane, during):
+    async def test(plane):
+        sandbox = await plane.create(wanted())
+        acts = {"suspending": sandbox.suspend, "resuming": sandbox.resume, "forking": sandbox.fork}
+        if during != "suspending":
+            await sandbox.suspend()
+        going = asyncio.create_task(acts[during]())
+        await reached(sandbox, during)
+        statuses = []
+
+        async def connect():
+            connected, _ = await plane.connect(sandbox.id, 100)
+            statuses.append(connected.status)
+
+        await asyncio.gather(connect(), connect(), connect())
+        assert statuses == ["running"] * 3
+        await going
+
+    on_plane(test)
+
+
+@pytest.mark.parametrize("during", ["suspending", "resuming", "forking"])
+def test_traffic_that_comes_meanwhile_waits_and_wakes(on_plane, during):
+    async def test(plane):
+        sandbox = await plane.create(wanted(auto_resume=WAKING))
+        acts = {"suspending": sandbox.suspend, "resuming": sandbox.resume, "forking": sandbox.fork}
+        if during != "suspending":
+            await sandbox.suspend()
+        going = asyncio.create_task(acts[during]())
+        await reached(sandbox, during)
+        first, second, third = await asyncio.gather(*(plane.session(sandbox.id) for _ in range(3)))
+        assert first is second is third
+        assert (await first.sandbox.exec("true")).exit_code == 0
+        await going
+
+    on_plane(test)
+
+
+def test_a_page_goes_on_where_the_last_one_ended_though_that_sandbox_is_gone(server):
+    made = [httpx.post(f"{server.url}/sandboxes", json={"templateID": "base"}).json()["sandboxID"] for _ in range(3)]
+    asked = {"limit": 1, "order": "asc"}
+    first = httpx.get(f"{server.url}/v2/sandboxes", params=asked)
+    assert [one["sandboxID"] for one in first.json()] == made[:1]
+    httpx.delete(f"{server.url}/sandboxes/{made[0]}")
+    again = httpx.get(f"{server.url}/v2/sandboxes", params={**asked, "nextToken": first.headers["x-next-token"]})
+    assert [one["sandboxID"] for one in again.json()] == made[1:2]
+    for one in made[1:]:
+        httpx.delete(f"{server.url}/sandboxes/{one}")
