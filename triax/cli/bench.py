@@ -35,11 +35,13 @@ def serve(
     import json
 
     from triax.cli.extra import needs
+    from triax.cli.progress import REQUESTS, Count
 
     with needs("serve", "bench"):
         from triax.serve import bench as room
     load = room.Load(requests, concurrency, rate, prompt, answer, turns, shared, seconds, pause, seed)
-    tree = room.Bench(url, load, key).run()
+    with Count("bench", None if seconds else requests, REQUESTS) as progress:
+        tree = room.Bench(url, load, key, progress.add).run()
     if out is not None:
         out.write_text(json.dumps(tree) + "\n", encoding="utf-8")
     if plot is not None:
@@ -48,5 +50,8 @@ def serve(
         print(json.dumps({name: value for name, value in tree.items() if name != "measured"}))
     else:
         print("\n".join(room.lines(tree)))
+    if tree["interrupted"]:
+        typer.echo("bench: interrupted; told is what had ended until then", err=True)
+        raise typer.Exit(130)
     if len(tree["errors"]) and not any(not one["error"] for one in tree["measured"]):
         raise typer.Exit(1)

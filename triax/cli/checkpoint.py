@@ -24,9 +24,9 @@ def verify(
     import json
 
     from triax.checkpoint.verify import verify as verify_folder
-    from triax.cli.progress import Bytes
+    from triax.cli.progress import Count
 
-    with Bytes("verify") as progress:
+    with Count("verify") as progress:
         found = verify_folder(path, structure=structure, workers=workers, report=progress.add)
     if as_json:
         told = {

@@ -23,7 +23,7 @@ def convert(
     from triax.checkpoint.convert import convert as convert_folder
     from triax.checkpoint.export import released_form
     from triax.checkpoint.plan import TARGETS, make_plan
-    from triax.cli.progress import Bytes
+    from triax.cli.progress import Count
     from triax.errors import ConfigError
 
     if to not in TARGETS:
@@ -36,7 +36,7 @@ def convert(
         if plan_only:
             print(f"plan: {what}")
             return
-        with Bytes("convert", plan.nbytes) as progress:
+        with Count("convert", plan.nbytes) as progress:
             convert_folder(plan, target, workers=workers, skip=progress.skip, report=progress.add)
     print(f"{target}: {what}")
 

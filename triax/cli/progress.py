@@ -1,23 +1,37 @@
-"""How far a long read or write of weights is, on stderr: rewritten in a terminal, now and then a line elsewhere."""
+"""How far long work is, on stderr: rewritten in a terminal, now and then a line elsewhere."""
 
 import sys
 import threading
 import time
 from types import TracebackType
+from typing import NamedTuple
 
 
-class Bytes:
-    """Counts bytes from any number of threads and tells rate and time left."""
+class Unit(NamedTuple):
+    """What is counted, and how it is written."""
 
-    def __init__(self, what: str, total: int | None = None, every: float = 10.0) -> None:
-        self.what, self.total = what, total
+    name: str
+    size: float
+    digits: int
+    """Behind the point."""
+
+
+GIGABYTES = Unit("GB", 1e9, 1)
+REQUESTS = Unit("requests", 1.0, 0)
+
+
+class Count:
+    """Counts from any number of threads and tells rate and time left."""
+
+    def __init__(self, what: str, total: int | None = None, unit: Unit = GIGABYTES, every: float = 10.0) -> None:
+        self.what, self.total, self.unit = what, total, unit
         self.is_live = sys.stderr.isatty()
         self.every = 0.5 if self.is_live else every
         self.done, self.counted = 0, 0
         self.start = self.told = time.monotonic()
         self.lock = threading.Lock()
 
-    def __enter__(self) -> "Bytes":
+    def __enter__(self) -> "Count":
         return self
 
     def __exit__(
@@ -26,16 +40,16 @@ class Bytes:
         if self.is_live and self.told != self.start:
             sys.stderr.write("\n")
 
-    def skip(self, nbytes: int) -> None:
-        """Count bytes that need no time because they are there already."""
+    def skip(self, number: int) -> None:
+        """Count what needs no time because it is there already."""
         with self.lock:
-            self.done += nbytes
+            self.done += number
 
-    def add(self, nbytes: int) -> None:
-        """Count bytes that were just read or written."""
+    def add(self, number: int = 1) -> None:
+        """Count what was just done."""
         with self.lock:
-            self.done += nbytes
-            self.counted += nbytes
+            self.done += number
+            self.counted += number
             now = time.monotonic()
             if now - self.told >= self.every:
                 self.told = now
@@ -45,14 +59,15 @@ class Bytes:
 
     def line(self, now: float) -> str:
         """Return what is told at a time of the monotonic clock."""
+        name, size, digits = self.unit
         rate = self.counted / max(now - self.start, 1e-9)
-        text = f"{self.what}: {self.done / 1e9:,.1f}"
+        text = f"{self.what}: {self.done / size:,.{digits}f}"
         if self.total is not None:
-            left = (self.total - self.done) / max(rate, 1.0)
-            text += f" of {self.total / 1e9:,.1f} GB ({self.done / max(1, self.total):.0%}), {_span(left)} left"
+            text += f" of {self.total / size:,.{digits}f} {name} ({self.done / max(1, self.total):.0%})"
+            text += f", {_span((self.total - self.done) / rate)} left" if rate else ""
         else:
-            text += " GB"
-        return f"{text}, {rate / 1e9:.2f} GB/s  "
+            text += f" {name}"
+        return f"{text}, {rate / size:.2f} {name}/s  "
 
 
 def _span(seconds: float) -> str:

@@ -9,7 +9,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,11 +87,12 @@ class Bench:
         url: Where it is, with or without `/v1`.
         load: What is asked.
         key: API key.
+        ended: Called whenever a request has ended.
     """
 
-    def __init__(self, url: str, load: Load, key: str = "") -> None:
+    def __init__(self, url: str, load: Load, key: str = "", ended: Callable[[], None] = lambda: None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.load = load
+        self.load, self.ended = load, ended
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._random = random.Random(load.seed)
         self._measured: list[Measured] = []
@@ -99,14 +100,23 @@ class Bench:
         self._start, self._begun = 0.0, 0
 
     def run(self) -> dict[str, Any]:
-        """Load the server and return the report.
+        """Load the server and return the report; after an interrupt that of the requests that had ended.
 
         Raises:
             ConfigError: No server answers, or it is none of this API.
         """
-        return asyncio.run(self._run())
+        is_cut = False
+        try:
+            asyncio.run(self._run())
+        except KeyboardInterrupt:
+            if not self._measured:
+                raise
+            is_cut = True
+        wall_s = time.perf_counter() - self._start
+        self._measured.sort(key=lambda one: one.begin_s)
+        return report(self.load, self._measured, wall_s) | {"model": self._model, "interrupted": is_cut}
 
-    async def _run(self) -> dict[str, Any]:
+    async def _run(self) -> None:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         async with aiohttp.ClientSession(
@@ -116,7 +126,6 @@ class Bench:
             shared = self._tokens(self.load.shared_tokens)
             self._start = time.perf_counter()
             await (self._at_rate(http, shared) if self.load.rate else self._at_once(http, shared))
-        return report(self.load, self._measured, time.perf_counter() - self._start) | {"model": self._model}
 
     async def _look(self, http: aiohttp.ClientSession) -> None:
         try:
@@ -162,12 +171,14 @@ class Bench:
                 await asyncio.sleep(self._random.expovariate(1 / self.load.pause_s))
             said += self._tokens(self.load.prompt_tokens)
             one = Measured(turn, time.perf_counter() - self._start)
-            self._measured.append(one)
             try:
                 said += await self._ask(http, said, one)
             except (aiohttp.ClientError, TimeoutError, ConfigError, ValueError) as problem:
                 one.error = str(problem) or type(problem).__name__
                 one.end_s = time.perf_counter() - self._start
+            self._measured.append(one)
+            self.ended()
+            if one.error:
                 return
 
     async def _ask(self, http: aiohttp.ClientSession, prompt: list[int], one: Measured) -> list[int]:
