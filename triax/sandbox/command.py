@@ -13,6 +13,10 @@ PATH_LIMIT = 4095
 """Bytes of a path (`PATH_MAX` without its end)."""
 
 
+LAST_SIGNAL = 64
+"""The highest signal of Linux (`SIGRTMAX`)."""
+
+
 def words(argv: Sequence[str] | str) -> list[str]:
     """Return the arguments of a command; a text is handed to the shell.
 
@@ -61,6 +65,30 @@ def positive(name: str, value: float | int | None) -> None:
     """
     if value is not None and not value > 0:
         raise SandboxError(f"{name}: must be above 0; found `{value}`; leave it out for no limit", "refused")
+
+
+def signal_number(number: int) -> int:
+    """Return the number of a signal.
+
+    Raises:
+        SandboxError: Linux has none with it; kind `refused`.
+    """
+    if not 1 <= number <= LAST_SIGNAL:
+        raise SandboxError(f"signal: is 1 to {LAST_SIGNAL}; found `{number}`; 15 asks to end, 9 ends", "refused")
+    return number
+
+
+def window(rows: int, columns: int) -> tuple[int, int]:
+    """Return the size of a terminal.
+
+    Raises:
+        SandboxError: No terminal can have it; kind `refused`.
+    """
+    if not (0 <= rows < 2**16 and 0 <= columns < 2**16):
+        raise SandboxError(
+            f"terminal: rows and columns are 0 to 65535; found `{rows}` and `{columns}`; give fewer", "refused"
+        )
+    return rows, columns
 
 
 def _fits(what: str, parts: Sequence[str]) -> None:

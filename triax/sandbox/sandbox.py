@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Protocol, TypeVar, cast
 
 from triax.errors import SandboxError
-from triax.sandbox.command import positive, sane_path, variables, words
+from triax.sandbox.command import positive, sane_path, variables, window, words
 from triax.sandbox.life import Life, Owner
 from triax.sandbox.protocol import (
     OUTPUT_LIMIT,
@@ -164,6 +164,8 @@ class Sandbox:
         pairs = variables({**self._own_env, **(env or {})})
         if terminal is not None and not self._life.owner.backend.capabilities.terminals:
             raise self._cannot("terminals")
+        if terminal is not None:
+            window(*terminal)
         return await self._use(lambda machine: machine.start(parts, env=pairs, cwd=cwd, user=user, terminal=terminal))
 
     async def attach(self, pid: int) -> Process:

@@ -13,6 +13,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from triax.errors import SandboxError
 from triax.sandbox.backend.streams import BEGUN, Ends, Pieces, Reader
+from triax.sandbox.command import signal_number, window
 from triax.sandbox.protocol import OUTPUT_LIMIT, Result
 
 GRACE_S = 5.0  # from SIGKILL to the end of a process; only a stuck kernel takes longer
@@ -116,6 +117,8 @@ class Child:
         self._pieces = Pieces()
         self._terminal = ends.ours[0] if ends.terminal else None
         self._stdin: int | None = ends.ours[0]
+        self._writing = asyncio.Lock()  # what two send at once arrives one after the other
+        self._room: asyncio.Future[None] | None = None
         os.set_blocking(ends.ours[0], False)
         self._out = Reader(ends.ours[1], "stdout", keep, self._pieces)
         self._err = None if ends.terminal else Reader(ends.ours[2], "stderr", keep, self._pieces)
@@ -170,12 +173,12 @@ class Child:
         """Say that no more input comes; on a terminal that is its end-of-file key."""
         if self._terminal is not None:
             await self._feed(b"\x04")
-        elif self._stdin is not None:
-            os.close(self._stdin)
-            self._stdin = None
+        else:
+            self._close_stdin()
 
     async def kill(self, signal: int = 9) -> None:
         """Send a signal; one that has ended already is fine."""
+        signal_number(signal)
         if self.running:
             self._signal(signal)
 
@@ -188,7 +191,7 @@ class Child:
         if self._terminal is None:
             raise SandboxError("resize: the process has no terminal; start it with `terminal`", "refused")
         if self._stdin is not None:
-            fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+            fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("HHHH", *window(rows, columns), 0, 0))
 
     async def wait(self) -> Result:
         """Wait for its end."""
@@ -222,8 +225,8 @@ class Child:
 
     def _close_stdin(self) -> None:
         if self._stdin is not None:
-            with suppress(ValueError, OSError):
-                self._loop.remove_writer(self._stdin)
+            # before it is closed: its number is soon another file's, whose readiness would be lost
+            self._wake_writer()
             os.close(self._stdin)
             self._stdin = None
 
@@ -233,25 +236,35 @@ class Child:
 
     async def _feed(self, data: bytes) -> bool:
         view = memoryview(data)
-        while view:
-            if self._stdin is None or not self.running:
-                return False
-            try:
-                view = view[os.write(self._stdin, view) :]
-            except BlockingIOError:
-                await self._writable(self._stdin)
-            except OSError:
-                return False
+        async with self._writing:
+            while view:
+                if self._stdin is None or not self.running:
+                    return False
+                try:
+                    view = view[os.write(self._stdin, view) :]
+                except BlockingIOError:
+                    await self._writable(self._stdin)
+                except OSError:
+                    return False
         return self._stdin is not None
 
     async def _writable(self, fd: int) -> None:
-        ready = self._loop.create_future()
-        self._loop.add_writer(fd, lambda: ready.done() or ready.set_result(None))
+        """Wait until the process takes more, its input is closed, or it has ended."""
+        self._room = self._loop.create_future()
+        self._loop.add_writer(fd, self._wake_writer)
         try:
-            await asyncio.wait({ready, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({self._room, self._ended}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if self._stdin == fd:
-                self._loop.remove_writer(fd)
+            self._wake_writer()
+
+    def _wake_writer(self) -> None:
+        """Wake who waits for room, and look for it no longer."""
+        if self._room is not None and self._stdin is not None:
+            if not self._loop.is_closed():
+                self._loop.remove_writer(self._stdin)
+            if not self._room.done():
+                self._room.set_result(None)
+            self._room = None
 
     def _result(self, limit_s: float | None = None, truncated: bool = False) -> Result:
         code = self._ended.result() if self._ended.done() else None

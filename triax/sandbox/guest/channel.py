@@ -37,6 +37,8 @@ class Stream:
         for future in (self.started, self.ended):
             future.add_done_callback(lambda done: done.cancelled() or done.exception())
         self.half_closed = False
+        self.finished = False
+        self._writing = asyncio.Lock()  # what two send at once arrives one after the other
         self._pieces: deque[tuple[Name, bytes]] = deque()
         self._news = asyncio.Event()
         self._granted = WINDOW
@@ -65,30 +67,37 @@ class Stream:
             self._news.clear()
             await self._news.wait()
 
-    async def write(self, data: bytes) -> None:
+    async def write(self, data: bytes) -> bool:
         """Send bytes; waits while the guest does not take them.
+
+        Returns:
+            Whether all were sent; otherwise the stream ended or was finished before.
 
         Raises:
             SandboxError: The channel is gone.
         """
         view = memoryview(data)
-        while view:
-            self.channel.check()
-            if self.ended.done():
-                return
-            part = view[: min(self._room, CHUNK)]
-            if not part or not self.channel.writable.is_set():
-                self._may_send.clear() if not part else None
-                await (self.channel.writable if part else self._may_send).wait()
-                continue
-            self._room -= len(part)
-            self.channel.send(Kind.DATA, self.id, bytes(part))
-            view = view[len(part) :]
+        async with self._writing:
+            while view:
+                self.channel.check()
+                if self.ended.done() or self.finished:
+                    return False
+                part = view[: min(self._room, CHUNK)]
+                if not part or not self.channel.writable.is_set():
+                    self._may_send.clear() if not part else None
+                    await (self.channel.writable if part else self._may_send).wait()
+                    continue
+                self._room -= len(part)
+                self.channel.send(Kind.DATA, self.id, bytes(part))
+                view = view[len(part) :]
+        return True
 
     def finish(self) -> None:
-        """Say that no more bytes come."""
-        if not self.ended.done():
+        """Say that no more bytes come; the agent drops what came after this, so that a write in progress gives up."""
+        if not self.ended.done() and not self.finished:
             self.channel.send(Kind.END, self.id)
+        self.finished = True
+        self._may_send.set()
 
     def close(self) -> None:
         """Let go of it: a connection ends, a process goes on unheard."""

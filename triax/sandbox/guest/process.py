@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 
 from triax.errors import SandboxError
+from triax.sandbox.command import signal_number, window
 from triax.sandbox.guest.channel import AgentRefusal, Name, Stream
 from triax.sandbox.guest.wire import Kind, number
 from triax.sandbox.protocol import Result
@@ -20,10 +21,10 @@ class GuestProcess:
 
     Args:
         stream: Its stream, already started.
-        terminal: Whether it has a terminal.
+        terminal: Whether it has a terminal; none if it was started earlier and only the guest knows.
     """
 
-    def __init__(self, stream: Stream, *, terminal: bool) -> None:
+    def __init__(self, stream: Stream, *, terminal: bool | None) -> None:
         self._stream = stream
         self._terminal = terminal
         self._begun = time.monotonic()
@@ -42,18 +43,21 @@ class GuestProcess:
         """Send to its standard input.
 
         Raises:
-            SandboxError: It has ended.
+            SandboxError: It reads no more; kind `refused`.
         """
-        if self._stream.ended.done():
+        if self._stream.ended.done() or self._stream.finished or not await self._stream.write(data):
             raise SandboxError("write: the process has closed its standard input or ended", "refused", status=409)
-        await self._stream.write(data)
 
     async def close_stdin(self) -> None:
         """Say that no more input comes; on a terminal that is its end-of-file key."""
-        self._stream.finish()
+        if not self._terminal:
+            self._stream.finish()
+        elif not self._stream.ended.done():
+            await self._stream.write(b"\x04")
 
     async def kill(self, signal: int = 9) -> None:
         """Send a signal; 9 reaches everything that it started."""
+        signal_number(signal)
         if not self._stream.ended.done():
             self._stream.channel.send(Kind.SIGNAL, self._stream.id, number(signal))
 
@@ -63,8 +67,9 @@ class GuestProcess:
         Raises:
             SandboxError: It has none.
         """
-        if not self._terminal:
+        if self._terminal is False:
             raise SandboxError("resize: the process has no terminal; start it with `terminal`", "refused")
+        window(rows, columns)
         self._stream.channel.send(Kind.RESIZE, self._stream.id, number(rows) + number(columns))
 
     async def wait(self) -> Result:

@@ -38,6 +38,7 @@ OWN_MEMORY_MIB = 96  # what gVisor's kernel takes itself, beside the task's memo
 OWN_PROCESSES = 160  # its threads
 TASKS_OF_ONE = 32  # at most, that the host counts for each process inside; refused one, the kernel of gVisor ends
 START_S = 30.0
+LOOK_S = 0.02  # between two looks at whether a command has begun
 NAME_CAPABILITY = "CAP_SYS_ADMIN"
 
 
@@ -175,18 +176,8 @@ class GvisorMachine(ReachedFiles):
         whole = own | variables(self.spec.env) | variables(env) | {COMMAND: token}
         inside = [f"--env={name}={value}" for name, value in whole.items()]
         capabilities = [f"--cap={name}" for name in ALLOWED]
-        run = [
-            f"--user={number}:{number}",
-            "--cwd=/",
-            *capabilities,
-            *inside,
-            self.name,
-            RELAY,
-            "run",
-            token,
-            folder,
-            *words(argv),
-        ]
+        run = [f"--user={number}:{number}", "--cwd=/", *capabilities, *inside, self.name]
+        run += [RELAY, "run", token, folder, *words(argv)]
         await self._open.wait()  # what starts while memory is written would take the host's descriptors into it
         self._must_live()
         ends = Ends(None)
@@ -195,7 +186,7 @@ class GvisorMachine(ReachedFiles):
         def send(number: int) -> None:
             # the relay hands signals on; for the one that ends all it has a word of its own
             sent = signal.SIGUSR2 if number == signal.SIGKILL else number
-            task: asyncio.Task[object] = asyncio.ensure_future(self._hand_on(int(sent), token))
+            task: asyncio.Task[object] = asyncio.ensure_future(self._hand_on(int(sent), token, child))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -216,9 +207,13 @@ class GvisorMachine(ReachedFiles):
                 f"cwd {folder!r}: cannot be entered; make the folder first", "refused", status=404
             ) from error
 
-    async def _hand_on(self, number: int, token: str) -> None:
+    async def _hand_on(self, number: int, token: str, child: Child) -> None:
         await self._open.wait()
-        if not self._ended:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(START_S):
+                while child.running and not child.begun:  # before that nobody inside has the token
+                    await asyncio.sleep(LOOK_S)
+        if child.running and not self._ended:
             await self._tell(number, token)
 
     async def _tell(self, number: int, token: str) -> Result:

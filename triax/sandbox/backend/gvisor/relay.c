@@ -107,6 +107,29 @@ static int carry(int from, int to) {
     return size > 0;
 }
 
+/* Input on its way to the command: one that does not read must not keep us from its output. */
+static struct {
+    char bytes[CHUNK];
+    size_t start, held;
+} input;
+
+/* Takes what the host sent; returns whether more can come. */
+static int take_input(void) {
+    ssize_t size = read(0, input.bytes, sizeof input.bytes);
+    if (size < 0) return errno == EAGAIN || errno == EINTR;
+    input.start = 0;
+    input.held = size;
+    return size > 0;
+}
+
+static void give_input(int to) {
+    ssize_t size = write(to, input.bytes + input.start, input.held);
+    if (size < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (size < 0) size = input.held; /* nobody reads any more */
+    input.start += size;
+    input.held -= size;
+}
+
 static int run(char *folder, char **arguments) {
     int in[2], out[2], err[2];
     if (pipe2(in, O_CLOEXEC) || pipe2(out, O_CLOEXEC) || pipe2(err, O_CLOEXEC)) return AT_FOLDER;
@@ -132,6 +155,7 @@ static int run(char *folder, char **arguments) {
         _exit(errno == EACCES ? 126 : 127);
     }
     close(in[0]), close(out[1]), close(err[1]);
+    fcntl(in[1], F_SETFL, O_NONBLOCK);
     fcntl(out[0], F_SETFL, O_NONBLOCK);
     fcntl(err[0], F_SETFL, O_NONBLOCK);
     int fds[3] = {0, out[0], err[0]}, status = 0, over = 0;
@@ -139,7 +163,7 @@ static int run(char *folder, char **arguments) {
         if (detach) {
             detach = 0;
             let_go();
-            if (fds[0] == 0) close(in[1]), fds[0] = -1;
+            fds[0] = -1;
         }
         if (doomed) {
             doomed = 0;
@@ -155,10 +179,17 @@ static int run(char *folder, char **arguments) {
                 }
             if (over) break;
         }
-        struct pollfd sources[3] = {{fds[0], POLLIN, 0}, {fds[1], POLLIN, 0}, {fds[2], POLLIN, 0}};
+        if (fds[0] < 0 && !input.held && in[1] >= 0) close(in[1]), in[1] = -1;
+        struct pollfd sources[4] = {
+            {input.held ? -1 : fds[0], POLLIN, 0},
+            {fds[1], POLLIN, 0},
+            {fds[2], POLLIN, 0},
+            {input.held ? in[1] : -1, POLLOUT, 0},
+        };
         /* a signal between the checks above and this wait is seen at the next look, soon */
-        if (poll(sources, 3, 10) <= 0) continue;
-        if (sources[0].revents && !carry(0, in[1])) close(in[1]), fds[0] = -1;
+        if (poll(sources, 4, 10) <= 0) continue;
+        if (sources[0].revents && !take_input()) fds[0] = -1;
+        if (sources[3].revents) give_input(in[1]);
         if (sources[1].revents && !carry(fds[1], 1)) fds[1] = -1;
         if (sources[2].revents && !carry(fds[2], 2)) fds[2] = -1;
     }

@@ -96,8 +96,9 @@ class QemuBackend:
         async with _held(self.cache / f"template-{key}.lock"):
             if (folder / snapshot.MANIFEST).exists():
                 return folder
+            for left in self.cache.glob(f".template-{key}.*"):  # by a process that was killed while it held the lock
+                await asyncio.to_thread(shutil.rmtree, left, ignore_errors=True)
             fresh = self.cache / f".template-{key}.{os.getpid()}"
-            shutil.rmtree(fresh, ignore_errors=True)
             fresh.mkdir()
             try:
                 machine = await self.boot(spec, f"template-{key}-{os.getpid()}", hardware, image)

@@ -164,7 +164,7 @@ class QemuMachine:
         except AgentRefusal as problem:
             words_ = "no process" if problem.code == 3 else "somebody who listens to process"
             raise SandboxError(f"attach: there is {words_} {pid}", "refused", status=404) from None
-        return GuestProcess(stream, terminal=True)
+        return GuestProcess(stream, terminal=None)
 
     def _open(
         self,
