@@ -209,3 +209,35 @@ def test_strings_of_a_bounded_length_or_a_pattern_hold_no_raw_control_characters
 def test_what_cannot_be_held_to_is_refused(plain, structure):
     with pytest.raises(ConfigError, match="structure"):
         Guides(plain).guide(structure)
+
+
+def test_references_that_lead_to_one_type_by_many_ways_are_followed_once(k3):
+    defs = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)} | {"d40": {"type": "boolean"}}
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/d0"}}, "required": ["a"], "$defs": defs}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    written = write(Guides(k3).guide(Structure("tools", json.dumps(tools))), k3, 0)
+    call = chat.xtml_parser(k3, thinking=False).parse([*written, k3.control[xtml.END]], "stop").calls[0]
+    assert json.loads(call.arguments)["a"] in (True, False)
+
+
+def test_references_that_lead_nowhere_are_refused(k3):
+    defs = {"d": {"$ref": "#/$defs/e"}, "e": {"anyOf": [{"$ref": "#/$defs/d"}]}}
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/d"}}, "$defs": defs}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    with pytest.raises(ConfigError, match="lead nowhere"):
+        Guides(k3).guide(Structure("tools", json.dumps(tools)))
+
+
+def test_grammars_take_no_more_memory_than_they_may(plain):
+    guides = Guides(plain, kept_bytes=10_000)
+    structures = [
+        Structure("json_schema", json.dumps({"type": "object", "properties": {"a": {"enum": [f"{n}"] * 9}}}))
+        for n in range(12)
+    ]
+    for structure in structures:
+        guides.guide(structure)
+        guides.guide(structures[0])
+    assert guides.knows(structures[0]), "what is used often stays"
+    assert not guides.knows(structures[1])
+    assert sum(size for _, size in guides._compiled.values()) < 20_000
+    assert guides._compiler.get_cache_size_bytes() < 40_000

@@ -7,7 +7,7 @@ control token cannot write its name instead.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ MARKS = (
     k2.CALL_END,
 )  # fmt: skip
 MARK_OF = {name: chr(0xE000 + number) for number, name in enumerate(MARKS)}
+KEPT_BYTES = 256 << 20
 PRIVATE = b"\xee"  # first byte of the characters that marks are; no text token with it is allowed
 OPEN, CLOSE, SEP = (MARK_OF[name] for name in (xtml.OPEN, xtml.CLOSE, xtml.SEP))
 TYPES = ("string", "number", "boolean", "null", "object", "array")
@@ -101,17 +102,18 @@ class Guide:
 
 
 class Guides:
-    """Compiles grammars for one vocabulary; equal ones are compiled once.
+    """Compiles grammars for one vocabulary; those used last are kept.
 
     Args:
         tokenizer: Whose tokens answers are made of.
+        kept_bytes: Memory for compiled grammars, and as much again for parts that several share.
     """
 
-    def __init__(self, tokenizer: Language) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Language, kept_bytes: int = KEPT_BYTES) -> None:
+        self._tokenizer, self._kept_bytes = tokenizer, kept_bytes
         self._control: Mapping[str, int] = getattr(tokenizer, "control", {})
         self._speaks_xtml = xtml.OPEN in self._control
-        self._compiled: dict[tuple[str, str, str, bool], Any] = {}
+        self._compiled: dict[tuple[str, str, str, bool], tuple[Any, int]] = {}
 
     def guide(self, structure: Structure) -> Guide:
         """Return a guide for one answer.
@@ -120,25 +122,52 @@ class Guides:
             ConfigError: The structure is no grammar, no schema, or has tools that this model cannot call.
             UnsupportedError: The grammar library is not installed.
         """
+        self.prepare(structure)
         import xgrammar
 
-        is_open = not structure.after
-        key = (structure.kind, structure.text, structure.tools, is_open)
-        if key not in self._compiled:
-            compiler = self._compiler
-            try:
-                self._compiled[key] = compiler.compile_grammar(self._grammar(structure, is_open=is_open))
-            except (RuntimeError, ValueError, TypeError, KeyError, RecursionError) as problem:
-                if isinstance(problem, TriaxError):
-                    raise
-                raise ConfigError(
-                    f"structure: {structure.kind} cannot be held to; found {_first_line(problem)}; correct it or leave "
-                    "it out"
-                ) from None
-            if len(self._compiled) > 256:
-                self._compiled.pop(next(iter(self._compiled)))
-        matcher = xgrammar.GrammarMatcher(self._compiled[key])
-        return Guide(matcher, structure.after, self._tokenizer.vocab_size)
+        key = _key(structure)
+        self._compiled[key] = found = self._compiled.pop(key)  # behind those that were used longer ago
+        known = list(self._compiled.items())  # at once: another thread may be adding to them
+        kept = sum(size for _, (_, size) in known)
+        for old, (_, size) in known[:-1]:
+            if kept <= self._kept_bytes:
+                break
+            kept -= size
+            del self._compiled[old]
+        return Guide(xgrammar.GrammarMatcher(found[0]), structure.after, self._tokenizer.vocab_size)
+
+    def knows(self, structure: Structure) -> bool:
+        """Whether the grammar of a structure is there."""
+        return _key(structure) in self._compiled
+
+    def prepare(self, structure: Structure) -> None:
+        """Compile the grammar of a structure, so that `guide` is quick; another thread may do this meanwhile.
+
+        Raises:
+            ConfigError: As for `guide`.
+            UnsupportedError: As for `guide`.
+        """
+        if self.knows(structure):
+            return
+        compiler = self._compiler
+        try:
+            compiled = compiler.compile_grammar(self._grammar(structure))
+            self._compiled[_key(structure)] = compiled, compiled.memory_size_bytes
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as problem:
+            if isinstance(problem, TriaxError):
+                raise
+            raise ConfigError(
+                f"structure: {structure.kind} cannot be held to; found {_first_line(problem)}; correct it or leave it "
+                "out"
+            ) from None
+
+    def warm(self) -> None:
+        """Read the vocabulary, which takes a second for a large one and is done once.
+
+        Raises:
+            UnsupportedError: The grammar library is not installed.
+        """
+        _ = self._compiler
 
     @cached_property
     def _compiler(self) -> Any:
@@ -163,12 +192,12 @@ class Guides:
         info = xgrammar.TokenizerInfo(
             words, xgrammar.VocabType.RAW, vocab_size=len(words), stop_token_ids=sorted(tokenizer.ends)
         )
-        return xgrammar.GrammarCompiler(info, max_threads=1)
+        return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=self._kept_bytes)
 
-    def _grammar(self, structure: Structure, *, is_open: bool) -> Any:
+    def _grammar(self, structure: Structure) -> Any:
         import xgrammar
 
-        grammar = xgrammar.Grammar
+        grammar, is_open = xgrammar.Grammar, not structure.after
         if structure.kind == "grammar":
             return grammar.from_ebnf(structure.text)
         if structure.kind == "tools":
@@ -189,6 +218,10 @@ class Guides:
         if k2.CALL_BEGIN in self._control:
             return _k2_calls(tools)
         raise ConfigError("structure: this model has no format for tool calls; found none; leave tools out")
+
+
+def _key(structure: Structure) -> tuple[str, str, str, bool]:
+    return structure.kind, structure.text, structure.tools, not structure.after
 
 
 def _json(schema: str) -> Any:
@@ -263,16 +296,29 @@ def _xtml_argument(key: str, schema: Any, root: Mapping[str, Any]) -> Any:
 def _kinds(schema: Any, root: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Return the types that a property may have, each with the schema of its values."""
     shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    if not isinstance(schema, Mapping):
-        schema = {}
-    if isinstance(path := schema.get("$ref"), str) and path.startswith("#/"):
-        found: Any = root
-        for step in path[2:].split("/"):
-            found = found[step]
-        return _kinds(found, root)
-    for word in ("anyOf", "oneOf"):
-        if isinstance(schema.get(word), list):
-            return [kind for part in schema[word] for kind in _kinds(part, root)]
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    waiting, followed = [schema], set()
+    while waiting:
+        one = waiting.pop(0)
+        if not isinstance(one, Mapping):
+            one = {}
+        if isinstance(path := one.get("$ref"), str) and path.startswith("#/"):
+            if path not in followed:  # each once, however many ways lead to it
+                followed.add(path)
+                waiting.insert(0, reduce(lambda tree, step: tree[step], path[2:].split("/"), root))
+            continue
+        several = next((one[word] for word in ("anyOf", "oneOf") if isinstance(one.get(word), list)), None)
+        if several is not None:
+            waiting[:0] = several
+            continue
+        for kind, part in _plain_kinds(one):
+            found.setdefault(json.dumps([kind, part], sort_keys=True), (kind, {**shared, **part}))
+    if not found:
+        raise ConfigError("structure: a property has no form; found references that lead nowhere; correct it")
+    return list(found.values())
+
+
+def _plain_kinds(schema: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     values = schema.get("enum") or ([schema["const"]] if "const" in schema else None)
     if values:
         groups: dict[str, list[Any]] = {}
@@ -281,7 +327,7 @@ def _kinds(schema: Any, root: Mapping[str, Any]) -> list[tuple[str, dict[str, An
         return [(kind, {"enum": group}) for kind, group in groups.items()]
     kinds = schema.get("type", list(TYPES))
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)
-    return [("number" if kind == "integer" else kind, {**shared, **schema, "type": kind}) for kind in kinds]
+    return [("number" if kind == "integer" else kind, {**schema, "type": kind}) for kind in kinds]
 
 
 def _k2_calls(tools: Sequence[Mapping[str, Any]]) -> Any:
