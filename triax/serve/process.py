@@ -19,13 +19,17 @@ from typing import Any
 import zmq
 
 from triax.config.serve import Serve
-from triax.errors import ConfigError, TriaxError
+from triax.errors import ConfigError, TriaxError, UnsupportedError
 from triax.log import logger
 from triax.serve import wire
+from triax.serve.forms import Forms
+from triax.serve.request import Request
 
 log = logger("serve")
 IDLE_MS = 500
 """Longest sleep: how soon an orphan notices that it is one."""
+GRAMMAR_MS = 5
+"""Longest sleep while a grammar is being made."""
 
 Report = Callable[[str, float], None]
 """Takes a stage of loading and its share of the whole."""
@@ -42,13 +46,17 @@ class Host:
 
     def __init__(self, socket: "zmq.Socket[bytes]", engine: Any, parent: int) -> None:
         self.socket, self.engine, self._parent = socket, engine, parent
+        self.forms = Forms(getattr(engine, "guides", None))
         self.is_stopping = False
 
     def run(self) -> None:
         """Serve until told to stop or orphaned."""
         was_busy = has_rest = False
         while not self.is_stopping and os.getppid() == self._parent:
-            self._take(0 if self.engine.has_work or has_rest else IDLE_MS)
+            has_work = self.engine.has_work or has_rest
+            self._take(0 if has_work else GRAMMAR_MS if self.forms.is_busy else IDLE_MS)
+            if self.forms.is_busy:
+                self._admit()
             if self.engine.has_work:
                 was_busy = True
                 if updates := self.engine.step():
@@ -66,6 +74,21 @@ class Host:
         except TriaxError as problem:
             log.error("%s", problem)
 
+    def _admit(self) -> None:
+        """Let requests go on whose grammars have been made."""
+        if late := self.forms.late():
+            self.send(wire.News(late))
+        for request, problem in self.forms.take():
+            self._add(request, problem)
+
+    def _add(self, request: Request, problem: TriaxError | None = None) -> None:
+        try:
+            if problem is not None:
+                raise problem
+            self.engine.add(request)
+        except TriaxError as found:
+            self.send(wire.Refused(request.id, type(found).__name__, str(found)))
+
     def send(self, message: wire.Up) -> None:
         """Send one message."""
         self.socket.send(wire.encode(message))
@@ -79,12 +102,11 @@ class Host:
     def _act(self, message: wire.Down) -> None:
         match message:
             case wire.Add(request):
-                try:
-                    self.engine.add(request)
-                except TriaxError as problem:
-                    self.send(wire.Refused(request.id, type(problem).__name__, str(problem)))
+                if not self.forms.hold(request):
+                    self._add(request)
             case wire.Abort(id_):
-                self.engine.abort(id_)
+                if not self.forms.drop(id_):
+                    self.engine.abort(id_)
             case wire.Ask(number, task, arguments):
                 try:
                     self.send(wire.Answer(number, self._do(task, arguments)))
@@ -96,6 +118,8 @@ class Host:
     def _do(self, task: wire.Task, arguments: dict[str, str]) -> Any:
         engine = self.engine
         if task == "pause":
+            if arguments["mode"] == "abort" and (ended := self.forms.abort()):
+                self.send(wire.News(ended))
             return engine.pause(arguments["mode"])
         if task == "resume":
             return engine.resume()
@@ -209,6 +233,7 @@ def main(address: str, parent: int) -> int:
         try:
             host.run()
         finally:
+            host.forms.close()
             if callable(close := getattr(engine, "close", None)):
                 close()
     return 0
@@ -219,10 +244,11 @@ def engine_of(folder: Path, settings: Serve, report: Report) -> Any:
     report("libraries", 0.0)
     from triax.serve.open import open_engine
 
-    with suppress(ImportError):  # it takes seconds, which no stream should have to wait for later
-        importlib.import_module("xgrammar")
     report("weights", 0.2)
-    return open_engine(folder, settings.device, settings)
+    engine = open_engine(folder, settings.device, settings)
+    with suppress(UnsupportedError):  # it takes seconds, which no stream should have to wait for later
+        engine.guides.warm()
+    return engine
 
 
 if __name__ == "__main__":
