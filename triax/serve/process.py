@@ -11,8 +11,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,23 @@ def find(maker: str) -> Callable[[Path, Serve, Report], Any]:
         ) from None
 
 
+@contextmanager
+def ending_with(parent: int) -> Iterator[None]:
+    """End this process soon after its parent while a block runs that takes minutes and asks nobody, as loading does."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(IDLE_MS / 1000):
+            if os.getppid() != parent:
+                os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
 def settle() -> None:
     """Spare streams the collector's pauses: what is there now stays and is never looked at, young things less often."""
     gc.collect()
@@ -221,9 +239,10 @@ def main(address: str, parent: int) -> int:
         assert isinstance(order, wire.Open)
         settings = Serve.model_validate_json(order.settings)
         try:
-            engine = find(order.maker)(
-                Path(order.source), settings, lambda stage, share: send(wire.Loading(stage, share))
-            )
+            with ending_with(parent):
+                engine = find(order.maker)(
+                    Path(order.source), settings, lambda stage, share: send(wire.Loading(stage, share))
+                )
         except TriaxError as problem:
             send(wire.Broken(type(problem).__name__, str(problem)))
             return 1
