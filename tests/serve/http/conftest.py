@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -23,12 +23,14 @@ VISION = {"slot_token": None, "patch": 14, "merge": 2}
 
 def until_ready(log: Path, process: subprocess.Popen, word: str = "ready: ") -> str:
     """Wait until a server says this; returns its address."""
-    end = time.monotonic() + 120
-    while word not in (told := log.read_text()):
-        if process.poll() is not None or time.monotonic() > end:
+    end = time.monotonic() + 200
+    while True:
+        is_over = process.poll() is not None or time.monotonic() > end  # before the log, which tells all it said
+        if word in (told := log.read_text()):
+            return told.split("listening on ")[1].split()[0]
+        if is_over:
             raise RuntimeError(f"no server: {told}")
         time.sleep(0.02)
-    return told.split("listening on ")[1].split()[0]
 
 
 class Beside(threading.Thread):
@@ -45,7 +47,7 @@ class Beside(threading.Thread):
         except BaseException as problem:
             self.problem = problem
 
-    def result(self, timeout_s: float = 60):
+    def result(self, timeout_s: float = 120):
         self.join(timeout_s)
         assert not self.is_alive(), f"still at it after {timeout_s} s"
         if self.problem is not None:
@@ -65,7 +67,11 @@ class Served:
         command += ["--engine", engine] if engine else []
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stderr=log, stdout=log, env=os.environ | {"NO_COLOR": "1"})
-        self.url = until_ready(self.log, self.process, "ready: " if wait else "listening on ")
+        try:
+            self.url = until_ready(self.log, self.process, "ready: " if wait else "listening on ")
+        except BaseException:
+            self.close()
+            raise
 
     def script(self, name: str, answer: str, **options) -> str:
         """Teach the engine an answer; a prompt that holds what this returns gets it."""
@@ -76,8 +82,13 @@ class Served:
         draft.replace(path)
         return f"@{name}"
 
+    def let_go(self, name: str) -> None:
+        """Let a script go on that holds, or the model be loaded (`load`) where `facts` hold that."""
+        (self.folder / f"{name}.go").touch()
+
     def client(self, key: str = "none", **options) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120, **options)
+        options = {"max_retries": 0, "timeout": 120, "http_client": self.http} | options
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
 
     def post(self, path: str, tree: object, **options) -> httpx.Response:
         headers = {"content-type": "application/json"} | options.pop("headers", {})
@@ -97,7 +108,49 @@ class Served:
     def stop(self, kind: int = signal.SIGTERM) -> int:
         if self.process.poll() is None:
             self.process.send_signal(kind)
-        return self.process.wait(30)
+        try:
+            return self.process.wait(100)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End it at once, if it has not ended."""
+        self.process.kill()
+        self.process.wait()
+        self.http.close()
+
+
+class Kept:
+    """A server that many tests share; one that died, or that a failed test may have left in disorder, is replaced."""
+
+    def __init__(self, make: Callable[[], Served]) -> None:
+        self.make, self.served = make, None
+
+    def lend(self, item: pytest.Item) -> Iterator[Served]:
+        """Lend it to one test."""
+        if self.served is not None and self.served.process.poll() is not None:
+            self.drop()
+        self.served = self.served or self.make()
+        yield self.served
+        if item.has_failed:
+            self.drop()
+
+    def drop(self) -> None:
+        if self.served is not None:
+            self.served.close()
+        self.served = None
+
+    def end(self) -> None:
+        """End it as an operator does, and hold it to ending well."""
+        if self.served is not None:
+            assert self.served.stop() == 0, self.served.log.read_text()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    item.has_failed = report.failed or (call.when != "setup" and item.has_failed)
+    return report
 
 
 def make_folder(folder: Path, family: str = "k3", **facts) -> Path:
@@ -111,19 +164,29 @@ def make_folder(folder: Path, family: str = "k3", **facts) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory):
-    """A server of a K3 model that sees."""
-    served = Served(make_folder(tmp_path_factory.mktemp("k3"), sees=True))
-    yield served
-    assert served.stop() == 0, served.log.read_text()
+def kept_k3(tmp_path_factory):
+    kept = Kept(lambda: Served(make_folder(tmp_path_factory.mktemp("k3"), sees=True)))
+    yield kept
+    kept.end()
 
 
 @pytest.fixture(scope="session")
-def k2_server(tmp_path_factory):
+def kept_k2(tmp_path_factory):
+    kept = Kept(lambda: Served(make_folder(tmp_path_factory.mktemp("k2"), "k2")))
+    yield kept
+    kept.end()
+
+
+@pytest.fixture
+def server(kept_k3, request):
+    """A server of a K3 model that sees."""
+    yield from kept_k3.lend(request.node)
+
+
+@pytest.fixture
+def k2_server(kept_k2, request):
     """A server of a K2 model."""
-    served = Served(make_folder(tmp_path_factory.mktemp("k2"), "k2"))
-    yield served
-    assert served.stop() == 0, served.log.read_text()
+    yield from kept_k2.lend(request.node)
 
 
 @pytest.fixture
@@ -131,16 +194,14 @@ def start(tmp_path):
     """Start servers with settings of their own; they end with the test."""
     started: list[Served] = []
 
-    def one(*words: str, facts: dict | None = None, **options) -> Served:
-        folder = make_folder(tmp_path / str(len(started)), **(facts or {}))
+    def one(*words: str, facts: dict | None = None, folder: Path | None = None, **options) -> Served:
+        folder = folder or make_folder(tmp_path / str(len(started)), **(facts or {}))
         started.append(Served(folder, *words, **options))
         return started[-1]
 
     yield one
     for served in started:
-        if served.process.poll() is None:
-            served.process.kill()
-            served.process.wait()
+        served.close()
 
 
 def said(answer: str, thought: str = "") -> str:
@@ -193,7 +254,7 @@ def ask(server):
     """Ask the server something that gets a scripted answer."""
 
     def one(answer: str, text: str = "hi", served: Served = server, **options):
-        extra = {name: options.pop(name) for name in ("delay_s", "per_step", "cached", "prefill_s") if name in options}
+        extra = {name: options.pop(name) for name in ("per_step", "cached") if name in options}
         name = served.script(f"s{abs(hash((answer, str(extra)))) % 10**9}", answer, **extra)
         messages = options.pop("messages", [])
         messages = [*messages, {"role": "user", "content": f"{text} {name}"}]

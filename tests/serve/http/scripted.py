@@ -3,8 +3,9 @@
 A prompt that names a script with `@name` gets its answer; any other gets `DEFAULT`. Scripts lie in `scripts.json`
 beside the tokenizer, read anew for each request: `{"name": {"answer": TEXT, ...}}`, control tokens spelled out.
 
-Options of a script: `delay_s` before each token, `prefill_s` before the first, `per_step` tokens a step, `cached`
-tokens, `logprob` of every token, `break_at` a token with an error, `die_at` a token with SIGKILL.
+Options of a script: `delay_s` before each token, `per_step` tokens a step, `cached` tokens, `logprob` of every token,
+`break_at` a token with an error, `die_at` a token with SIGKILL, `hold_at` a token that waits for the file `name.go`
+beside the scripts; once that is there, nothing of this script is delayed any more.
 """
 
 import json
@@ -40,6 +41,7 @@ class Sequence:
     script: dict
     answer: list[int]
     text: Text
+    go: Path
     due: float
     arrived: float
     sent: int = 0
@@ -64,7 +66,7 @@ class ScriptedEngine:
         self.running: list[Sequence] = []
         self.news: list[Update] = []
         self.paused = ""
-        self.num_aborted = 0
+        self.num_aborted = self.num_sent = 0
         self.last: dict = {}
 
     @property
@@ -95,8 +97,8 @@ class ScriptedEngine:
         answer = self.tokenizer.encode(script.get("answer", DEFAULT), allow_control=True)
         now = time.monotonic()
         text = Text(self.tokenizer, request.stop)
-        due = now + script.get("prefill_s", 0)
-        self.waiting.append(Sequence(request, script, answer, text, due, now))
+        go = self.folder / f"{names[-1] if names else ''}.go"
+        self.waiting.append(Sequence(request, script, answer, text, go, now, now))
 
     def abort(self, request_id: str) -> None:
         before = len(self.running) + len(self.waiting)
@@ -110,9 +112,10 @@ class ScriptedEngine:
         news, self.news = self.news, []
         now = time.monotonic()
         for one in list(self.running):
-            if (limit := one.request.deadline_s) is not None and now - one.arrived > limit:
+            limit = one.request.deadline_s
+            if limit is not None and now - one.arrived > limit and one.sent:  # something is said before
                 news.append(self._end(one, [], "deadline"))
-            elif one.due <= now:
+            elif (one.due <= now and one.sent != one.script.get("hold_at")) or one.go.is_file():
                 news += self._advance(one, now)
         if not news:
             time.sleep(0.001)
@@ -139,6 +142,7 @@ class ScriptedEngine:
             best = ((token, script.get("logprob", -0.5)),) if top else ()
             infos.append(TokenInfo(token, script.get("logprob", -0.5), best + rivals))
             one.sent += 1
+            self.num_sent += 1
             pieces += one.text.push(token)
             if one.text.has_stopped:
                 return [self._end(one, infos, "stop", pieces)]
@@ -187,7 +191,7 @@ class ScriptedEngine:
         }
 
     def cache_report(self) -> dict:
-        return {"pages": {"total": 64, "free": 64 - len(self.running)}, "last": self.last}
+        return {"pages": {"total": 64, "free": 64 - len(self.running)}, "last": self.last, "sent": self.num_sent}
 
     def check_invariants(self) -> None:
         assert self.paused or not (self.running or self.waiting)
@@ -196,7 +200,8 @@ class ScriptedEngine:
 def scripted(folder: Path, settings: Serve, report) -> ScriptedEngine:
     report("weights", 0.5)
     config = json.loads((folder / "facts.json").read_text()) if (folder / "facts.json").is_file() else {}
-    time.sleep(config.get("load_s", 0))
+    while config.get("holds_load") and not (folder / "load.go").is_file():
+        time.sleep(0.01)
     if "cannot_load" in config:
         raise CheckpointError(config["cannot_load"])
     return ScriptedEngine(folder, settings)

@@ -42,7 +42,7 @@ def test_every_request_is_asked_and_answered_in_full(server, load):
 def test_the_command_writes_report_and_plot(server, tmp_path):
     command = [sys.executable, "-m", "triax", "bench", "serve", server.url, "--requests", "3", "--prompt", "8"]
     command += ["--answer", "4", "--json", "--out", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["load"]["prompt_tokens"] == 8

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -17,7 +16,8 @@ from .conftest import Beside
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-def until(condition, limit_s=60.0):
+def until(condition, limit_s=120.0):
+    """Wait for something; the limit is there to end what hangs, and says nothing of how fast it should be."""
     end = time.monotonic() + limit_s
     while not (found := condition()):
         assert time.monotonic() < end, "it did not happen in time"
@@ -49,7 +49,7 @@ def is_running(pid):
 
 def test_a_killed_engine_is_told_to_its_clients_and_started_again(start, ask):
     server = start()
-    slow = server.script("slow", ask.said("word " * 3000), delay_s=0.01)
+    slow = server.script("slow", ask.said("word " * 3000), hold_at=20)
     results = []
 
     def stream():
@@ -94,18 +94,20 @@ def test_an_engine_that_dies_at_every_request_does_not_end_the_server(start, ask
 
 def test_a_broken_row_ends_alone(server, ask):
     broken = server.script("broken", ask.said("words and words"), break_at=3)
-    slow = server.script("beside", ask.said("fine"), delay_s=0.02)
-    with ThreadPoolExecutor() as pool:
-        beside = pool.submit(server.post, "/v1/chat/completions", body(slow))
-        response = server.post("/v1/chat/completions", body(broken))
-        assert (response.status_code, response.json()["error"]["code"]) == (500, "invalid_output")
-        assert beside.result().json()["choices"][0]["message"]["content"] == "fine"
+    slow = server.script("beside", ask.said("fine"), hold_at=3)
+    beside = Beside(server.post, "/v1/chat/completions", body(slow))
+    until(lambda: figure(server, "triax_engine_running") == 1)
+    response = server.post("/v1/chat/completions", body(broken))
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "invalid_output")
+    assert figure(server, "triax_engine_running") == 1
+    server.let_go("beside")
+    assert beside.result().json()["choices"][0]["message"]["content"] == "fine"
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_its_request(server, ask, stream):
     before = figure(server, "triax_engine_aborted")
-    name = server.script("left", ask.said("word " * 3000), delay_s=0.01)
+    name = server.script("left", ask.said("word " * 3000), hold_at=20)
     host, port = server.url.removeprefix("http://").split(":")
     text = json.dumps(body(name, stream=stream))
     with socket.create_connection((host, int(port))) as connection:
@@ -136,39 +138,36 @@ def test_a_reader_that_does_not_read_holds_up_nobody(server, ask):
         connection.sendall(raw(text))
         until(lambda: figure(server, "triax_active_requests") == 8)
         until(lambda: figure(server, "triax_engine_running") == 0)  # the engine has long gone on
-        started = time.monotonic()
         assert server.post("/v1/chat/completions", body("hi")).status_code == 200
-        assert time.monotonic() - started < 5
         assert figure(server, "triax_active_requests") == 8
     until(lambda: figure(server, "triax_active_requests") == 0)
 
 
 def test_a_signal_lets_running_requests_finish(start, ask):
     server = start()
-    slow = server.script("slow", ask.said("to the end"), delay_s=0.04)
-    with ThreadPoolExecutor() as pool:
-        running = pool.submit(server.post, "/v1/chat/completions", body(slow))
-        until(lambda: figure(server, "triax_engine_running") == 1)
-        server.process.send_signal(signal.SIGTERM)
-        until(lambda: server.get("/health").json()["status"] == "draining")
-        assert server.get("/health").status_code == 503
-        late = server.post("/v1/chat/completions", body("hi"))
-        assert (late.status_code, late.json()["error"]["code"]) == (503, "server_stopping")
-        assert "retry-after" in late.headers
-        assert running.result().json()["choices"][0]["message"]["content"] == "to the end"
-    assert server.process.wait(20) == 0
+    slow = server.script("slow", ask.said("to the end"), hold_at=3)
+    running = Beside(server.post, "/v1/chat/completions", body(slow))
+    until(lambda: figure(server, "triax_engine_running") == 1)
+    server.process.send_signal(signal.SIGTERM)
+    until(lambda: server.get("/health").json()["status"] == "draining")
+    assert server.get("/health").status_code == 503
+    late = server.post("/v1/chat/completions", body("hi"))
+    assert (late.status_code, late.json()["error"]["code"]) == (503, "server_stopping")
+    assert "retry-after" in late.headers
+    server.let_go("slow")
+    assert running.result().json()["choices"][0]["message"]["content"] == "to the end"
+    assert server.process.wait(100) == 0
 
 
 def test_what_is_not_done_in_time_is_ended_with_an_error(start, ask):
     server = start("http.drain_s=0.5")
-    slow = server.script("slow", ask.said("word " * 3000), delay_s=0.02)
-    with ThreadPoolExecutor() as pool:
-        running = pool.submit(server.post, "/v1/chat/completions", body(slow))
-        until(lambda: figure(server, "triax_engine_running") == 1)
-        server.process.send_signal(signal.SIGTERM)
-        response = running.result()
+    slow = server.script("slow", ask.said("word " * 3000), hold_at=20)
+    running = Beside(server.post, "/v1/chat/completions", body(slow))
+    until(lambda: figure(server, "triax_engine_running") == 1)
+    server.process.send_signal(signal.SIGTERM)
+    response = running.result()
     assert (response.status_code, response.json()["error"]["type"]) == (503, "server_error")
-    assert server.process.wait(20) == 0
+    assert server.process.wait(100) == 0
 
 
 def test_the_engine_ends_with_its_server(start):
@@ -180,7 +179,7 @@ def test_the_engine_ends_with_its_server(start):
 
 
 def test_an_engine_that_is_still_loading_ends_with_its_server_too(start):
-    server = start(facts={"load_s": 2}, wait=False)
+    server = start(facts={"holds_load": True}, wait=False)
     pid = until(lambda: server.get("/health").json()["progress"] > 0 and server.engine_pid())
     server.process.kill()
     server.process.wait()
@@ -188,18 +187,19 @@ def test_an_engine_that_is_still_loading_ends_with_its_server_too(start):
 
 
 def test_loading_is_told_and_requests_wait_outside(start):
-    server = start(facts={"load_s": 3}, wait=False)
+    server = start(facts={"holds_load": True}, wait=False)
     told = until(lambda: (tree := server.get("/health").json())["progress"] > 0 and tree)
     assert (told["status"], told["stage"], told["progress"]) == ("loading", "weights", 0.5)
     assert server.get("/health").status_code == 503
     response = server.post("/v1/chat/completions", body("hi"))
     assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_not_ready")
     assert "triax_up 0.0" in server.get("/metrics").text
+    server.let_go("load")
     until(lambda: server.get("/health").status_code == 200)
     assert server.post("/v1/chat/completions", body("hi")).status_code == 200
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_message(start):
     server = start(facts={"cannot_load": "model: is broken; found nothing; copy it again"}, wait=False)
-    assert server.process.wait(20) == 1
+    assert server.process.wait(100) == 1
     assert "error: model: is broken; found nothing; copy it again" in server.log.read_text()

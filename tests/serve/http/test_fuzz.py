@@ -27,17 +27,21 @@ def fuzzed(tmp_path_factory):
             stories.append("".join(chunk.choices[0].delta.content or "" for chunk in stream))
 
     listener = Beside(listen)
-    yield served
-    is_over.set()
-    listener.result()
-    assert set(stories) == {"word " * 80}
-    until(lambda: figure(served, "triax_active_requests") == 0)
-    text = served.get("/metrics").text
-    assert "triax_engine_running 0.0" in text
-    assert "triax_engine_deaths 0.0" in text
-    assert 'status="500"' not in text
-    assert served.stop() == 0, served.log.read_text()
-    assert "fault of its own" not in served.log.read_text()
+    try:
+        yield served
+        is_over.set()
+        listener.result()
+        assert set(stories) == {"word " * 80}
+        until(lambda: figure(served, "triax_active_requests") == 0)
+        text = served.get("/metrics").text
+        assert "triax_engine_running 0.0" in text
+        assert "triax_engine_deaths 0.0" in text
+        assert 'status="500"' not in text
+        assert served.stop() == 0, served.log.read_text()
+        assert "fault of its own" not in served.log.read_text()
+    finally:
+        is_over.set()
+        served.close()
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +78,7 @@ def fuzz(description, examples, **how):
             def one(case):
                 nonlocal tried
                 tried += 1
-                case.call_and_validate(checks=checks, headers={"Authorization": "Bearer boss"}, timeout=60)
+                case.call_and_validate(checks=checks, headers={"Authorization": "Bearer boss"}, timeout=120)
 
             with suppress(*([Unsatisfiable] if mode.is_negative else [])):  # some take whatever comes
                 one()

@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,17 @@ def commands():
         yield from (shlex.split(line)[1:] for line in block.splitlines())
 
 
+@contextmanager
+def ended(server):
+    """End a server with the block: as an operator does, or at once where that or the block fails."""
+    try:
+        yield
+        server.terminate()
+        server.wait(100)
+    finally:
+        server.kill()
+
+
 def test_every_command_of_the_guide_runs(tmp_path):
     make_folder(tmp_path / "Kimi-K3", context=8192)
     (tmp_path / "server.toml").write_text("[http]\nmax_queue = 99\n")
@@ -31,9 +43,11 @@ def test_every_command_of_the_guide_runs(tmp_path):
         # the port of the guide may be taken where tests run
         words = [word for word in words if "port" not in word] + ["http.port=0", "--engine", SCRIPTED]
         log = tmp_path / f"{number}.txt"
-        with log.open("w") as file:
-            server = subprocess.Popen([sys.executable, "-m", "triax", *words], cwd=tmp_path, stderr=file)
-        try:
+        with (
+            log.open("w") as file,
+            subprocess.Popen([sys.executable, "-m", "triax", *words], cwd=tmp_path, stderr=file) as server,
+            ended(server),
+        ):
             url = until_ready(log, server).replace("0.0.0.0", "127.0.0.1")
             if number == 0:
                 for client in clients:
@@ -42,8 +56,6 @@ def test_every_command_of_the_guide_runs(tmp_path):
                     done = subprocess.run(command, cwd=tmp_path, input="hello\n", capture_output=True, text=True)
                     assert done.returncode == 0, done.stderr
                     assert "0 errors" in done.stdout or "Hello there!" in done.stdout
-        finally:
-            server.terminate()
-        assert server.wait(30) == 0
+        assert server.returncode == 0
     assert (tmp_path / "agents.json").is_file()
     assert (tmp_path / "agents.png").is_file()

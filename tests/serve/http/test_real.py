@@ -20,7 +20,7 @@ from triax.data.kimi import KimiTokenizer
 from triax.model.decoder import Decoder
 from triax.serve.open import open_engine
 
-from .conftest import TEXT, Beside, Served, add_up, tool
+from .conftest import TEXT, Beside, Kept, Served, add_up, tool
 from .test_faults import body, figure, until
 
 pytestmark = pytest.mark.slow
@@ -41,12 +41,23 @@ def folder(t0, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def real(folder, tmp_path_factory):
-    pool = tmp_path_factory.mktemp("pool")
-    settings = [*SMALL, "is_deterministic=true", f"cache.disk.path={pool}", 'http.admin_keys=["boss"]']
-    served = Served(folder, *settings, engine=None)
-    yield served
-    assert served.stop() == 0, served.log.read_text()
+def kept_real(folder, tmp_path_factory):
+    def made():
+        pool = tmp_path_factory.mktemp("pool")
+        settings = [*SMALL, "is_deterministic=true", f"cache.disk.path={pool}", 'http.admin_keys=["boss"]']
+        served = Served(folder, *settings, engine=None)
+        served.pool = pool
+        return served
+
+    kept = Kept(made)
+    yield kept
+    kept.end()
+
+
+@pytest.fixture
+def real(kept_real, request):
+    """A server of the model, with a pool on disk."""
+    yield from kept_real.lend(request.node)
 
 
 def test_a_stream_is_the_answer_in_one_piece_and_that_of_the_engine(real, folder):
@@ -104,19 +115,22 @@ def test_a_killed_engine_finds_its_prefixes_on_disk(real):
     long = "user assistant tool " * 60
     real.client().chat.completions.create(**body(long, max_tokens=4))
     until(lambda: not figure(real, "triax_active_requests"))
+    until(lambda: len(list(real.pool.glob("*.slot"))) >= real.get("/v1/cache").json()["snapshots"] > 0)
     deaths = figure(real, "triax_engine_deaths")
     os.kill(real.engine_pid(), signal.SIGKILL)
     until(lambda: figure(real, "triax_engine_deaths") == deaths + 1)
-    until(lambda: real.get("/health").status_code == 200, 60)
+    until(lambda: real.get("/health").status_code == 200)
     again = real.client().chat.completions.create(**body(long, max_tokens=4))
     assert again.usage.prompt_tokens_details.cached_tokens >= 64
 
 
 @pytest.mark.soak
-def test_an_engine_killed_under_load_again_and_again_leaves_whole_files_and_wrong_answers_to_nobody(folder, tmp_path):
+def test_an_engine_killed_under_load_again_and_again_leaves_whole_files_and_wrong_answers_to_nobody(
+    start, folder, tmp_path
+):
     pool = tmp_path / "pool"
     settings = [*SMALL, "is_deterministic=true", f"cache.disk.path={pool}", "cache.disk.save_s=0.05"]
-    served = Served(shutil.copytree(folder, tmp_path / "m"), *settings, engine=None)
+    served = start(*settings, folder=shutil.copytree(folder, tmp_path / "m"), engine=None)
     texts = [f"{'hello tool ' * (8 + n)} {n}" for n in range(6)]
     told, is_over = [], threading.Event()
 
@@ -139,7 +153,7 @@ def test_an_engine_killed_under_load_again_and_again_leaves_whole_files_and_wron
         time.sleep(0.7 * deaths)
         os.kill(served.engine_pid(), signal.SIGKILL)
         until(lambda deaths=deaths: figure(served, "triax_engine_deaths") == deaths)
-        until(lambda: served.get("/health").status_code == 200, 120)
+        until(lambda: served.get("/health").status_code == 200)
     is_over.set()
     for listener in listeners:
         listener.result()
@@ -175,8 +189,8 @@ def test_new_weights_answer_from_shared_memory_and_from_a_folder(real, folder):
     assert real.client().chat.completions.create(**asked).choices[0].token_ids == before
 
 
-def test_a_small_model_drafts_for_a_server(folder, tmp_path):
-    served = Served(shutil.copytree(folder, tmp_path / "m"), *SMALL, "--draft", str(folder), engine=None)
+def test_a_small_model_drafts_for_a_server(start, folder, tmp_path):
+    served = start(*SMALL, "--draft", str(folder), folder=shutil.copytree(folder, tmp_path / "m"), engine=None)
     answer = served.client().chat.completions.create(**body("hello", temperature=0, max_tokens=20))
     assert answer.usage.completion_tokens_details.accepted_prediction_tokens > 5
     assert served.stop() == 0, served.log.read_text()
@@ -184,7 +198,7 @@ def test_a_small_model_drafts_for_a_server(folder, tmp_path):
 
 def test_the_command_talks_to_a_checkpoint_without_a_server(folder):
     command = [sys.executable, "-m", "triax", "chat", str(folder), "--max-tokens", "8", "--effort", "none"]
-    done = subprocess.run(command, input="hello\n/help\n", capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, input="hello\n/help\n", capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "weights listens" in done.stderr
     assert "the answer was cut" in done.stderr
