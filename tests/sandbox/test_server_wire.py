@@ -142,6 +142,30 @@ def test_the_binary_form_of_messages_is_spoken_too(server, made):
     assert read_back.entry.type == 2
 
 
+def test_what_a_program_inside_serves_comes_as_it_wrote_it(server, made):
+    heard = []
+
+    async def answer(reader, writer):
+        heard.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\nSet-Cookie: a=1\r\nSet-Cookie: b=2\r\nContent-Length: 2\r\n\r\nhi")
+        writer.close()
+
+    async def listen():
+        return await asyncio.start_server(answer, "127.0.0.1", 0)
+
+    async def close(listening):
+        listening.close()
+
+    listening = server.call(listen())
+    port = listening.sockets[0].getsockname()[1]
+    told = httpx.get(server.url, headers=aimed(made, **{"E2b-Sandbox-Port": str(port)}))
+    assert told.text == "hi"
+    assert told.headers.get_list("set-cookie") == ["a=1", "b=2"]
+    assert b"transfer-encoding" not in heard[0].lower(), "a request without a body has none there either"
+    assert b"token" not in heard[0].lower()
+    server.call(close(listening))
+
+
 def test_figures_and_nodes_are_told(server, made):
     figures = httpx.get(f"{server.url}/metrics").text
     assert 'triax_sandboxes{status="running"}' in figures

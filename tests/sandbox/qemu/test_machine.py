@@ -149,6 +149,13 @@ def test_files_are_written_read_listed_moved_and_removed(in_lab, said):
         assert (await machine.stat("/data/empty/folder")).kind == "directory"
         await machine.remove("/data/deep")
         assert [entry.path for entry in await machine.list("/data")] == ["/data/empty", "/data/moved"]
+        before = await machine.list("/etc")
+        for root in ("/", "//", "/.", "/data/..", "../.."):
+            with pytest.raises(SandboxError, match="the root itself stays where it is"):
+                await machine.remove(root)
+            with pytest.raises(SandboxError, match="the root itself stays where it is"):
+                await machine.rename(root, "/elsewhere")
+        assert await machine.list("/etc") == before, "refused, and nothing was removed on the way"
 
     in_lab(test)
 

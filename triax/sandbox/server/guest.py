@@ -112,13 +112,17 @@ class Guest:
         host, outside = await session.sandbox.expose(port)
         url = httpx.URL(f"http://{host}:{outside}", raw_path=request.scope["raw_path"] + _query(request))
         headers = [(k, v) for k, v in request.headers.items() if k not in HOP_BY_HOP and k not in OURS]
-        outgoing = self._client.build_request(request.method, url, headers=headers, content=request.stream())
+        body = request.stream() if _has_body(request) else None
+        outgoing = self._client.build_request(request.method, url, headers=headers, content=body)
         try:
             answer = await self._client.send(outgoing, stream=True)
         except httpx.TransportError:
             return wire.problem(502, f"sandbox {sandbox_id}: the sandbox is running but port is not open; found {port}")
-        kept = {k: v for k, v in answer.headers.items() if k not in HOP_BY_HOP}
-        return StreamingResponse(_body(answer), status_code=answer.status_code, headers=kept)
+        response = StreamingResponse(_body(answer), status_code=answer.status_code)
+        # as they came: a header that is there twice, as cookies are, must not become one
+        raw = [(name.lower(), value) for name, value in answer.headers.raw]
+        response.raw_headers = [(name, value) for name, value in raw if name.decode("latin-1") not in HOP_BY_HOP]
+        return response
 
 
 async def _body(answer: httpx.Response) -> AsyncIterator[bytes]:
@@ -127,6 +131,13 @@ async def _body(answer: httpx.Response) -> AsyncIterator[bytes]:
             yield chunk
     finally:
         await answer.aclose()
+
+
+def _has_body(request: Request) -> bool:
+    """Whether a request has a body; one that has none must not be forwarded as one of unknown length."""
+    if "content-length" in request.headers or "transfer-encoding" in request.headers:
+        return True
+    return request.scope["http_version"].startswith("2") and request.method not in ("GET", "HEAD", "OPTIONS")
 
 
 def _query(request: Request) -> bytes:

@@ -210,6 +210,13 @@ class QemuMachine:
         account = self.spec.user or ""
         return f"{'/root' if account in ('', 'root', '0') else f'/home/{account}'}/{path}"
 
+    def _whole(self, path: str) -> str:
+        """Return where a path leads, for what changes the folder above: the agent would empty a root it must keep."""
+        whole = posixpath.normpath("/" + self._inside(path).lstrip("/"))
+        if whole == "/":
+            raise SandboxError(f"file {path!r}: the root itself stays where it is", "refused")
+        return whole
+
     async def read(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
         """Return bytes of a regular file."""
         if offset < 0 or (limit is not None and limit < 0):
@@ -230,11 +237,11 @@ class QemuMachine:
 
     async def remove(self, path: str) -> None:
         """Remove a file, or a folder with all it holds."""
-        await self._operation(path, "remove")
+        await self._operation(self._whole(path), "remove")
 
     async def rename(self, source: str, destination: str) -> None:
         """Move a file or folder."""
-        await self._operation(source, "rename", self._inside(destination))
+        await self._operation(self._whole(source), "rename", self._whole(destination))
 
     async def make_directory(self, path: str) -> None:
         """Make a folder and those above it."""
