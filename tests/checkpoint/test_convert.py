@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -196,19 +197,20 @@ import sys, time
 from pathlib import Path
 from triax.checkpoint.convert import convert
 from triax.checkpoint.plan import make_plan
+target = Path(sys.argv[2])
 plan = make_plan(Path(sys.argv[1]), "bf16", shard_bytes=100_000)
-convert(plan, Path(sys.argv[2]), report=lambda nbytes: time.sleep(0.01))
+convert(plan, target, report=lambda nbytes: time.sleep(600 if len(list(target.glob("*.safetensors"))) > 2 else 0))
 """
 
 
 def test_a_killed_conversion_never_looks_whole_and_goes_on_where_it_stopped(made, tmp_path):
     source, target = made["kimi_k3"][0], tmp_path / "killed"
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(source), str(target)])
-    deadline = time.monotonic() + 60
-    while len(list(target.glob("*.safetensors"))) < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(source), str(target)]) as process:
+        deadline = time.monotonic() + 200
+        while len(list(target.glob("*.safetensors"))) < 3 and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
     whole = {path.name: path.stat().st_ino for path in target.glob("*.safetensors")}
     assert whole
     assert not (target / "config.json").exists()
@@ -242,17 +244,17 @@ def test_two_conversions_into_one_folder_are_refused(made, tmp_path):
 
     def wait(nbytes):
         begun.set()
-        go_on.wait(60)
+        go_on.wait(200)
 
-    first = threading.Thread(target=convert, args=(plan, tmp_path / "out"), kwargs={"report": wait})
-    first.start()
-    begun.wait(60)
-    try:
-        with pytest.raises(CheckpointError, match="another process is converting"):
-            convert(plan, tmp_path / "out")
-    finally:
-        go_on.set()
-        first.join()
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(convert, plan, tmp_path / "out", report=wait)
+        try:
+            assert begun.wait(200)
+            with pytest.raises(CheckpointError, match="another process is converting"):
+                convert(plan, tmp_path / "out")
+        finally:
+            go_on.set()
+        first.result()
     assert verify(tmp_path / "out").is_whole
 
 

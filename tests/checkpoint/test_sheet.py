@@ -1,7 +1,6 @@
 """The released models, counted: every figure is that of the published tensors."""
 
 import json
-import time
 from collections import Counter
 from functools import cache
 from math import prod
@@ -148,10 +147,8 @@ def test_k3_and_k25_carry_the_prefix_of_a_model_with_vision():
 @pytest.mark.parametrize("name", RELEASED)
 def test_the_model_built_without_memory_has_exactly_these_tensors(name):
     settings = published(name).settings
-    start = time.perf_counter()
     with torch.device("meta"):
         model = Decoder(settings)
-    assert time.perf_counter() - start < 30
     built = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
     assert built == {weight.name: weight.shape for weight in weights(settings)}
     experts = Counter()

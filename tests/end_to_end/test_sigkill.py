@@ -17,13 +17,19 @@ from triax.train import metrics
 from triax.train.loop import train
 
 PROGRAM = """
-import json, sys
+import json, sys, time
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from triax.config.train import Recipe
 from triax.train.loop import train
-train(Recipe.model_validate(json.loads(Path(sys.argv[1]).read_text())), Path(sys.argv[2]), resume=True)
+last = int(sys.argv[3]) if sys.argv[3:] else 10**9
+
+def hold(step, metrics):
+    if step == last:  # whoever kills this run may be late
+        time.sleep(600)
+
+train(Recipe.model_validate(json.loads(Path(sys.argv[1]).read_text())), Path(sys.argv[2]), resume=True, on_step=hold)
 """
 
 
@@ -49,13 +55,15 @@ def losses(run_dir):
 def kill_at(command, run_dir, step, moment):
     """Start the run, wait until it has begun (step 0) or written this step, and kill it a random instant later."""
     with Path(f"{run_dir}.stderr").open("w") as said:
-        process = subprocess.Popen(command, stderr=said, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    path = run_dir / ("metrics.jsonl" if step else "recipe.json")
-    while process.poll() is None and not (path.exists() and (not step or f'"step": {step},' in path.read_text())):
-        time.sleep(0.002)
-    time.sleep(moment.uniform(0, 0.03))
-    process.send_signal(signal.SIGKILL)
-    return process.wait(timeout=120)
+        words = [*command, str(step + 4)]
+        process = subprocess.Popen(words, stderr=said, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    with process:
+        path = run_dir / ("metrics.jsonl" if step else "recipe.json")
+        while process.poll() is None and not (path.exists() and (not step or f'"step": {step},' in path.read_text())):
+            time.sleep(0.002)
+        time.sleep(moment.uniform(0, 0.03))
+        process.send_signal(signal.SIGKILL)
+    return process.returncode
 
 
 @pytest.mark.slow
@@ -69,7 +77,7 @@ def test_killed_again_and_again_the_run_ends_with_the_same_bits(recipe, tmp_path
         status = kill_at(command, killed, step, moment)
         assert status == -signal.SIGKILL, Path(f"{killed}.stderr").read_text()
     assert 7 <= max(step for step, *_ in losses(killed)) < expected.steps
-    subprocess.run(command, check=True, capture_output=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    subprocess.run(command, check=True, capture_output=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert losses(killed) == losses(whole)
     assert sharded.verify(killed / "checkpoints" / f"step-{expected.steps}")["step"] == expected.steps
     ours, theirs = (sharded.load(run / "checkpoints" / f"step-{expected.steps}") for run in (killed, whole))

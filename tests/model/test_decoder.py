@@ -1,7 +1,5 @@
 """The decoder against the equations, and what must hold of every member of the family."""
 
-import time
-
 import pytest
 import torch
 
@@ -244,9 +242,7 @@ def test_k3_is_laid_out_in_seconds_without_memory():
             "residuals": {"kind": "block", "block_layers": 12},
         }
     )
-    before = time.perf_counter()
     with torch.device("meta"):
         model = Decoder(settings)
     assert all(tensor.is_meta for tensor in model.state_dict().values())
     assert sum(tensor.numel() for tensor in model.state_dict().values()) == 2_779_484_476_000
-    assert time.perf_counter() - before < 60  # a hang, not a speed

@@ -1,7 +1,6 @@
 """Pictures and clips inside the decoder: slots, features, gradients, caches and processes without pictures."""
 
 import math
-import socket
 from math import prod
 
 import pytest
@@ -199,9 +198,9 @@ def test_a_frozen_tower_has_no_optimiser_state(seeing):
     assert all(weight.grad is None for weight in model.vision.parameters())
 
 
-def _train_two(rank, port, settings, path):
+def _train_two(rank, settings, path):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=path.with_name("meeting").as_uri(), rank=rank, world_size=2)
     torch.manual_seed(0)
     model = Decoder(Model.model_validate(settings)).double()
     gradients = []
@@ -227,16 +226,14 @@ def _loss(model, step, *, has_picture):
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # that threads may hold locks while it forks
 def test_processes_without_pictures_keep_step_with_the_others(seeing, tmp_path):
     """U122: two processes, pictures on one of them in turn, three steps."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     path, context = tmp_path / "gradients.pt", mp.get_context("fork")
-    workers = [context.Process(target=_train_two, args=(r, port, seeing.model_dump(), path)) for r in range(2)]
+    workers = [context.Process(target=_train_two, args=(r, seeing.model_dump(), path)) for r in range(2)]
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(120)
+        worker.join(200)
         worker.kill()
+        worker.join()
     assert [worker.exitcode for worker in workers] == [0, 0]
     torch.manual_seed(0)
     alone = Decoder(seeing).double()

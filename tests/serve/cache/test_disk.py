@@ -2,7 +2,6 @@
 
 import ast
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -209,18 +208,13 @@ for seed in itertools.count():
 
 def test_a_pool_survives_the_death_of_its_process(simulation, tmp_path):
     for delay in (0.0, 0.03):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", SAVES_FOR_EVER, str(Path(__file__).parent), str(tmp_path)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )
-        for _ in range(3):
-            assert writer.stdout.readline()
-        time.sleep(delay)
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
-        writer.stdout.close()
+        words = [sys.executable, "-c", SAVES_FOR_EVER, str(Path(__file__).parent), str(tmp_path)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, env=environment) as writer:
+            told = [writer.stdout.readline() for _ in range(3)]
+            time.sleep(delay)
+            writer.kill()
+        assert all(told)
         new, memory = session_with(simulation, pages=400, slots=200)
         disk = Disk(tmp_path, "model", 1 << 22)
         assert disk.load(new.manager, memory) > 3
