@@ -21,7 +21,7 @@ ROWS, COLUMNS, CHANNELS = 128, 128, 64
 def _largest(query, key, tile, part, q_token, q_head, k_token, k_head, H, K: tl.constexpr, BK: tl.constexpr,
              BQ: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Write part [tiles, H]: the largest product of a tile's queries with the keys up to each of them."""
-    n, h = tl.program_id(0), tl.program_id(1)
+    n, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first = tl.load(tile + 4 * n).to(tl.int64)  # token of the first query
     count = tl.load(tile + 4 * n + 1)
     begin = tl.load(tile + 4 * n + 2).to(tl.int64)  # token of the sequence's first key
@@ -34,7 +34,7 @@ def _largest(query, key, tile, part, q_token, q_head, k_token, k_head, H, K: tl.
         logit = tl.zeros((BQ, BS), tl.float32)
         seen = start + column
         for c in tl.static_range(0, K, BK):
-            q = tl.load(query + row[:, None] * q_token + c + channel[None, :],
+            q = tl.load(query + row[:, None].to(tl.int64) * q_token + c + channel[None, :],
                         mask=(row < count)[:, None] & (c + channel < K)[None, :], other=0.0)  # fmt: skip
             k = tl.load(key + seen[None, :].to(tl.int64) * k_token + c + channel[:, None],
                         mask=(seen < past + count)[None, :] & (c + channel < K)[:, None], other=0.0)  # fmt: skip

@@ -14,6 +14,7 @@ from triax.kernels import device
 WIDEST = 1024
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_PARTS = 64
+MOST_QUERIES = 65535  # programs along the third axis of a grid
 LOG2_E = 1.4426950408889634
 NOTHING = tl.constexpr(-1e30)
 """The largest logit of no latents: finite, so that differences are numbers."""
@@ -101,6 +102,8 @@ def unsupported(query: Tensor, latent: Tensor, value_dim: int) -> str | None:
         return f"latents of `{latent.shape[2]}` numbers"
     if latent.shape[1] < 16 or latent.shape[1] & (latent.shape[1] - 1):
         return f"pages of `{latent.shape[1]}` tokens"
+    if query.shape[0] * query.shape[1] > MOST_QUERIES:
+        return f"`{query.shape[0] * query.shape[1]}` queries at once"
     return None
 
 
@@ -128,19 +131,21 @@ def decode(
     """See `triax.kernels.mla.decode`; products in the format of the latents.
 
     Raises:
-        UnsupportedError: The kernel has no form for these dtypes, this width or this size of a page.
+        UnsupportedError: The kernel has no form for these dtypes, this width, this size of a page or so many queries.
     """
     reason = unsupported(query, latent, value_dim)
     if reason is not None:
         raise UnsupportedError(
             f"kernels.mla.split: no kernel for {reason}; dtypes are bf16, fp16 and fp32, latents at most {WIDEST} "
-            "wide, pages a power of two from 16; `triax.kernels.mla.decode` falls back by itself"
+            f"wide, pages a power of two from 16, queries at most {MOST_QUERIES}; `triax.kernels.mla.decode` falls "
+            "back by itself"
         )
     count, queries, heads, width = query.shape
     group = 16 if heads <= 16 else 32 if heads <= 32 else 64
     groups = -(-heads // group)
     parts = splits(count * queries * groups, table.shape[1], processors(query.device))
-    query, latent = _last_contiguous(query), latent if latent[:1].is_contiguous() else latent.contiguous()
+    query, table, seen = (_last_contiguous(x) for x in (query, table, seen))
+    latent = latent if latent[:1].is_contiguous() else latent.contiguous()
     part, summary = workspace(query, parts, value_dim)
     rest = max(16, triton.next_power_of_2(max(width - value_dim, 1)))
     exact = latent.dtype is torch.float32
