@@ -242,8 +242,8 @@ def add_mix_norm(
     if length:
         launch(
             forward, (_programs(length, addend.device), 1), rows[0], _away(rows), result.total,
-            norm.float() * query.float(), gain, None, None, result.normed, None, None, None, None, length, eps,
-            gain_eps, *_sizes(width, len(sources)), 1, STAGES, num_warps=_warps(width, FORWARD_NUMBERS),
+            norm.float() * query.float(), gain.contiguous(), None, None, result.normed, None, None, None, None, length,
+            eps, gain_eps, *_sizes(width, len(sources)), 1, STAGES, num_warps=_warps(width, FORWARD_NUMBERS),
         )  # fmt: skip
     return result
 
@@ -275,8 +275,8 @@ def finished(
     rows = _aligned(sources)
     if length and places:
         launch(
-            forward, (_programs(length, rows[0].device), places), rows[0], _away(rows), None,
-            norms.float() * queries.float(), None, result.mixed, None, None, None, None, None, result.mass_log, length,
+            forward, (_programs(length, rows[0].device), places), rows[0], _away(rows), None, (norms.float() *
+            queries.float()).contiguous(), None, result.mixed, None, None, None, None, None, result.mass_log, length,
             eps, eps, *_sizes(width, len(sources)), 0, STAGES, num_warps=_warps(width, FORWARD_NUMBERS),
         )  # fmt: skip
     return result
@@ -314,10 +314,10 @@ def add_merge_norm(
     result = Mixed(current.new_empty(current.shape), current if addend is None else current.new_empty(current.shape))
     if length:
         launch(
-            merge, (_programs(length, current.device),), mixed.contiguous(), mass_log, current.contiguous(), None if
-            addend is None else addend.contiguous(), None if addend is None else result.total, norm.float() *
-            query.float(), gain, result.normed, length, eps, gain_eps, width, _power(width),
-            num_warps=_warps(width, FORWARD_NUMBERS),
+            merge, (_programs(length, current.device),), mixed.contiguous(), mass_log.contiguous(),
+            current.contiguous(), None if addend is None else addend.contiguous(), None if addend is None else
+            result.total, norm.float() * query.float(), gain.contiguous(), result.normed, length, eps, gain_eps, width,
+            _power(width), num_warps=_warps(width, FORWARD_NUMBERS),
         )  # fmt: skip
     return result
 

@@ -186,11 +186,12 @@ def draw(logits: Float[Tensor, "B V"], barred: Bool[Tensor, " V"] | None, ways: 
         raise UnsupportedError(f"kernels.draw.bisected: no kernel for {reason}; use fp32 logits")
     rows, size = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    barred = None if barred is None else barred.contiguous()
     token = torch.empty(rows, dtype=torch.long, device=logits.device)
     logprob = torch.full((rows,), torch.nan, dtype=torch.float32, device=logits.device)
     is_valid = torch.empty(rows, dtype=torch.bool, device=logits.device)
     launch(
-        _draw, (rows,), logits, barred, *ways, token, logprob, is_valid, size, logits.stride(0), BLOCK=BLOCK,
-        num_warps=WARPS,
+        _draw, (rows,), logits, barred, *(way.contiguous() for way in ways), token, logprob, is_valid, size,
+        logits.stride(0), BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     return Drawn(token, logprob, is_valid)

@@ -115,7 +115,7 @@ class _Choice(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         tokens, experts = logit.shape
         device = logit.device
-        logit = logit if logit.stride(-1) == 1 else logit.contiguous()
+        logit, bias = logit if logit.stride(-1) == 1 else logit.contiguous(), bias.contiguous()
         expert = torch.empty(tokens, top_k, dtype=torch.long, device=device)
         share = torch.empty(tokens, top_k, dtype=torch.float32, device=device)
         learns = ctx.needs_input_grad[0]

@@ -103,7 +103,8 @@ def experts(
         GATE_CAP=caps.gate_cap, UP_CAP=caps.up_cap, num_warps=max(1, min(8, block // 256)),
     )  # fmt: skip
     returned = F.grouped_mm(inner, down.transpose(1, 2), offs=order.ends)
-    output, block = torch.empty_like(hidden), min(1024, 1 << (width - 1).bit_length())
+    output, beside = rows.new_empty(tokens, width), None if beside is None else beside.contiguous()
+    block = min(1024, 1 << (width - 1).bit_length())
     launch(
         _behind, (tokens, -(-width // block)), returned, order.row, beside, output, L=width, K=top_k, BLOCK=block,
         num_warps=max(1, min(8, block // 256)),

@@ -167,7 +167,7 @@ def experts(
         hidden: What the experts read.
         expert: The experts of each token, each at most once.
         share: How much each of them counts.
-        gate: Matrix of every expert that decides what passes.
+        gate: Matrix of every expert that decides what passes; stacks of matrices with gaps between them are copied.
         up: Matrix of every expert that makes what may pass.
         down: Matrix of every expert that leads back.
         activation: How gate and up are joined.
@@ -182,6 +182,8 @@ def experts(
     tokens, top_k = expert.shape
     pairs, (inner_dim, width) = tokens * top_k, gate.shape[1:]
     hidden, expert, share = hidden.contiguous(), expert.contiguous(), share.contiguous()
+    gate, up, down = (weight.contiguous() for weight in (gate, up, down))
+    beside = None if beside is None else beside.contiguous()
     if tokens == 1:  # each expert has one pair, in whatever order
         pair, sorted_expert = _count(top_k, hidden.device), expert.flatten()
     else:

@@ -126,6 +126,7 @@ def of_sum(
     """
     _require(x, weight)
     flat, total, y = _rows(x), x.new_empty(x.shape), x.new_empty(x.shape)
+    weight = weight.contiguous()
     sizes = _sizes(x.shape[-1])
     launch(
         forward, (-(-len(flat) // sizes[2]),), flat, added.contiguous(), None, weight, total, y, None, len(flat), eps,
@@ -160,6 +161,7 @@ class _Norm(torch.autograd.Function):
         ctx: Any, x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gain: float, dtype: torch.dtype
     ) -> Tensor:
         flat, opening = _rows(x), None if gate is None else _rows(gate)
+        weight = None if weight is None else weight.contiguous()
         y, scale = x.new_empty(x.shape, dtype=dtype), x.new_empty(len(flat), dtype=torch.float32)
         sizes = _sizes(x.shape[-1])
         launch(
