@@ -2,14 +2,16 @@
 
 import asyncio
 import importlib.util
+import inspect
 import sys
 import threading
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
 
 from triax.config.sandbox import Server
+from triax.errors import SandboxError
 from triax.sandbox.backend.choose import make
 from triax.sandbox.backend.process import ProcessBackend
 from triax.sandbox.host import Host
@@ -36,7 +38,7 @@ class Running:
 
     def call(self, coroutine):
         """Run something in the server's own loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(200)
 
 
 @contextmanager
@@ -62,9 +64,9 @@ def running(settings, backend):
         except BaseException as problem:
             result["problem"] = problem
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(200)
     try:
         if "problem" in result:
             raise result["problem"]
@@ -72,8 +74,82 @@ def running(settings, backend):
     finally:
         if "serving" in result:
             result["loop"].call_soon_threadsafe(result["stop"].set)
-        thread.join(60)
+        thread.join(200)
         assert not thread.is_alive()
+    if "problem" in result:
+        raise result["problem"]
+
+
+class Kept:
+    """A server that the tests of a file share; after one that failed, which may have left anything, it is replaced."""
+
+    def __init__(self, open_one):
+        self.open_one, self.running, self.stack = open_one, None, ExitStack()
+
+    def lend(self, item):
+        """Lend it to one test."""
+        if self.running is None:
+            self.running = self.stack.enter_context(self.open_one())
+        yield self.running
+        if item.has_failed:
+            self.end()
+
+    def end(self):
+        self.running = None
+        self.stack.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    item.has_failed = report.failed or (call.when != "setup" and item.has_failed)
+    return report
+
+
+async def comes(look):
+    """Ask until the answer is true, and return it; the limit is there to end what hangs, and claims no speed."""
+    async with asyncio.timeout(120):
+        while True:
+            found = look()
+            if found := await found if inspect.isawaitable(found) else found:
+                return found
+            await asyncio.sleep(0.02)
+
+
+async def written(reader, path):
+    """Return what a file of a sandbox or machine holds, nothing where there is none yet."""
+    try:
+        return await reader.read(path)
+    except SandboxError as error:
+        if error.status != 404:
+            raise
+        return b""
+
+
+async def grown(reader, path):
+    """Wait until a file is written to: whoever does that lives."""
+    first = await written(reader, path)
+    return await comes(lambda: _changed(reader, path, first))
+
+
+async def _changed(reader, path, first):
+    now = await written(reader, path)
+    return now if now != first else b""
+
+
+@pytest.fixture(scope="session")
+def until():
+    return comes
+
+
+@pytest.fixture(scope="session")
+def content():
+    return written
+
+
+@pytest.fixture(scope="session")
+def grows():
+    return grown
 
 
 @pytest.fixture(scope="session")
@@ -94,12 +170,21 @@ def serve():
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def kept_server(tmp_path_factory):
+    def opened():
+        folder = tmp_path_factory.mktemp("server")
+        settings = Server(folder=folder / "state", port=0, backend="process", unsafe=True)
+        return running(settings, ProcessBackend(folder / "machines", unsafe=True))
+
+    kept = Kept(opened)
+    yield kept
+    kept.end()
+
+
+@pytest.fixture
+def server(kept_server, request):
     """A server over the process backend, which every machine can run."""
-    folder = tmp_path_factory.mktemp("server")
-    settings = Server(folder=folder / "state", port=0, backend="process", unsafe=True)
-    with running(settings, ProcessBackend(folder / "machines", unsafe=True)) as started:
-        yield started
+    yield from kept_server.lend(request.node)
 
 
 def lacking(name):

@@ -46,7 +46,7 @@ async def in_sandbox(config, act):
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in sorted(CHECKS)])
 def test_inspects_own_check_of_a_provider_passes(tmp_path, name):
-    asyncio.run(asyncio.wait_for(in_sandbox(configured(tmp_path), CHECKS[name]), 120))
+    asyncio.run(asyncio.wait_for(in_sandbox(configured(tmp_path), CHECKS[name]), 250))
 
 
 def test_a_sandbox_that_failed_is_not_blamed_on_the_command(tmp_path):

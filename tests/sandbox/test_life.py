@@ -176,6 +176,10 @@ def test_a_sandbox_that_cannot_be_put_away_as_its_owner_ends_is_told_as_failed(
     asyncio.run(run())
 
 
+HANGS_S = 0.1
+"""Limit of a step that never ends."""
+ENDS_S = 60.0
+"""Limit of one that does, however busy the machine is."""
 FAULTS = list(
     itertools.product(
         ("pause", "resume", "suspend", "snapshot", "fork"),
@@ -190,11 +194,12 @@ def test_a_step_that_fails_leaves_it_running_or_failed(
     brittle: ModuleType, tmp_path: Path, step: str, how: str, before: Status
 ) -> None:
     async def run() -> None:
-        host, backend, sandbox = await brittle.in_status(tmp_path, before, step_limit_s=0.05)
+        host, backend, sandbox = await brittle.in_status(tmp_path, before)
         if before not in ALLOWED[step]:
             await host.close()
             return
         backend.faults = {step: how}
+        host.step_limit_s = HANGS_S if how == "hang" else ENDS_S
         memory = backend.machines[sandbox.id].memory
         (answer,) = await asyncio.gather(OPERATIONS[step](sandbox), return_exceptions=True)
         if isinstance(answer, SandboxError):
@@ -207,7 +212,7 @@ def test_a_step_that_fails_leaves_it_running_or_failed(
             assert sandbox.status == "running"
         assert not list(host.store.snapshots_folder.glob(".partial-*"))
         assert host.store.snapshots() == []
-        backend.faults = {}
+        backend.faults, host.step_limit_s = {}, ENDS_S
         if sandbox.status == "running":
             assert (await sandbox.exec("true")).stdout == str(memory + 1).encode()
             await sandbox.suspend()
@@ -231,8 +236,9 @@ def test_a_restore_that_fails_leaves_it_suspended_and_works_later(
     brittle: ModuleType, tmp_path: Path, how: str
 ) -> None:
     async def run() -> None:
-        host, backend, sandbox = await brittle.in_status(tmp_path, "suspended", step_limit_s=0.05)
+        host, backend, sandbox = await brittle.in_status(tmp_path, "suspended")
         backend.faults = {"restore": how}
+        host.step_limit_s = HANGS_S if how == "hang" else ENDS_S
         with pytest.raises(SandboxError):
             await sandbox.resume()
         assert sandbox.status == "suspended"
@@ -240,7 +246,7 @@ def test_a_restore_that_fails_leaves_it_suspended_and_works_later(
         copies = await sandbox.fork(2)
         assert all(isinstance(copy, SandboxError) for copy in copies)
         assert sandbox.status == "suspended"
-        backend.faults = {}
+        backend.faults, host.step_limit_s = {}, ENDS_S
         await sandbox.resume()
         assert (await sandbox.exec("true")).stdout == b"1"
         await host.close()
@@ -252,7 +258,7 @@ def test_a_restore_that_fails_leaves_it_suspended_and_works_later(
 def test_a_machine_that_does_not_start_leaves_no_sandbox(brittle: ModuleType, tmp_path: Path, how: str) -> None:
     async def run() -> None:
         backend = brittle.BrittleBackend(faults={"create": how})
-        host = await Host.open(tmp_path, backend, step_limit_s=0.05)
+        host = await Host.open(tmp_path, backend, step_limit_s=HANGS_S if how == "hang" else ENDS_S)
         with pytest.raises(SandboxError) as caught:
             await host.create()
         assert caught.value.kind == "infrastructure"

@@ -39,19 +39,22 @@ def test_a_command_gives_its_output_its_code_and_its_end(light, hosting, started
     asyncio.run(run())
 
 
-def test_a_limit_ends_one_command_with_all_it_started_and_nothing_else(light, hosting, started, tmp_path):
+def test_a_limit_ends_one_command_with_all_it_started_and_nothing_else(light, hosting, started, until, tmp_path):
     async def run():
         async with hosting(light, tmp_path) as host:
             sandbox = await started(host)
             await sandbox.exec("sleep 321.0 >/dev/null 2>&1 &")
-            begun = time.monotonic()
+
+            async def found(words):
+                told = await sandbox.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+                return re.search(words, told.stdout.decode())
+
+            await until(lambda: found(r"sleep 321\.0"))
             result = await sandbox.exec("setsid sleep 654.0 & (sleep 655.0 & ) ; sleep 656.0", timeout_s=0.5)
             assert result.outcome == "timeout"
-            assert time.monotonic() - begun < 4
-            await asyncio.sleep(0.2)
-            found = (await sandbox.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).stdout.decode()
-            assert "sleep 321.0" in found, "what another command left running goes on"
-            assert not re.search(r"sleep 65[456]\.0", found), "all that the command started is gone"
+            while await found(r"sleep 65[456]\.0"):  # they end within a moment, and not after eleven minutes
+                await asyncio.sleep(0.05)
+            assert await found(r"sleep 321\.0"), "what another command left running goes on"
             assert sandbox.status == "running"
             assert (await sandbox.exec("echo fine")).stdout == b"fine\n"
 
@@ -65,7 +68,7 @@ def test_output_beyond_the_limit_is_dropped_and_told(light, hosting, started, tm
             result = await sandbox.exec("head -c 3000000 /dev/zero; echo end >&2", output_limit=1000)
             assert (result.outcome, result.exit_code, len(result.stdout), result.truncated) == ("ok", 0, 1000, True)
             assert result.stderr == b"end\n"
-            for limit_s in (0.5, 2.0, 8.0):  # a busy host may not even have started it by the first
+            for limit_s in (0.5, 2.0, 8.0, 30.0):  # a busy host may not even have started it by the first
                 flood = await sandbox.exec("yes", output_limit=1000, timeout_s=limit_s)
                 if flood.truncated:
                     break
@@ -90,7 +93,7 @@ def test_a_process_streams_both_ways_and_ends_when_told(light, hosting, started,
             sleeper = await sandbox.start(["sleep", "1000"])
             assert sleeper.pid > 1
             await sleeper.kill(signal.SIGKILL)
-            ended = await asyncio.wait_for(sleeper.wait(), 5)
+            ended = await asyncio.wait_for(sleeper.wait(), 60)
             assert ended.signal == 9 or ended.exit_code == 137
 
     asyncio.run(run())
@@ -165,7 +168,7 @@ def test_files_are_written_read_listed_moved_and_removed(light, hosting, started
     asyncio.run(run())
 
 
-def test_a_port_inside_is_reached_from_the_host_alone(available, hosting, started, tmp_path):
+def test_a_port_inside_is_reached_from_the_host_alone(available, hosting, started, until, tmp_path):
     if reason := available("namespace"):
         pytest.skip(reason)
 
@@ -173,26 +176,28 @@ def test_a_port_inside_is_reached_from_the_host_alone(available, hosting, starte
         async with hosting("namespace", tmp_path) as host:
             sandbox = await started(host)
             await sandbox.write("index.html", b"it is me")
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                inside = free.getsockname()[1]
-            await sandbox.start(["python3", "-m", "http.server", str(inside)])
-            address, port = await sandbox.expose(inside)
-            text = b""
-            for _ in range(100):
-                try:
-                    reader, writer = await asyncio.open_connection(address, port)
-                    writer.write(b"GET /index.html HTTP/1.0\r\n\r\n")
-                    text = await reader.read()
-                    writer.close()
-                except OSError:
-                    text = b""
-                if text:
-                    break
-                await asyncio.sleep(0.05)
-            assert text.endswith(b"it is me")
-            with socket.socket() as direct:
-                assert direct.connect_ex(("127.0.0.1", inside)) != 0
+            with socket.socket() as taken:  # on the host nobody else can listen there meanwhile
+                taken.bind(("127.0.0.1", 0))
+                inside = taken.getsockname()[1]
+                await sandbox.start(["python3", "-m", "http.server", str(inside)])
+                address, port = await sandbox.expose(inside)
+
+                async def fetched():
+                    try:
+                        reader, writer = await asyncio.open_connection(address, port)
+                    except OSError:
+                        return b""
+                    try:
+                        writer.write(b"GET /index.html HTTP/1.0\r\n\r\n")
+                        return await reader.read()
+                    except OSError:
+                        return b""
+                    finally:
+                        writer.close()
+
+                assert (await until(fetched)).endswith(b"it is me")
+                with socket.socket() as direct:
+                    assert direct.connect_ex(("127.0.0.1", inside)) != 0
             await sandbox.suspend()
             with socket.socket() as old:
                 assert old.connect_ex((address, port)) != 0, "an address of an older generation leads nowhere"

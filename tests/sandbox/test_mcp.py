@@ -28,7 +28,7 @@ def spoken(tmp_path, talk):
         assert list(tmp_path.iterdir()) == []
         return answer
 
-    return asyncio.run(asyncio.wait_for(run(), 60))
+    return asyncio.run(asyncio.wait_for(run(), 250))
 
 
 def test_an_agent_works_in_a_sandbox_through_its_tools(tmp_path):
@@ -56,7 +56,7 @@ def test_an_agent_works_in_a_sandbox_through_its_tools(tmp_path):
 
 def test_a_command_over_its_limit_is_told_as_such_and_the_sandbox_lives_on(tmp_path):
     async def talk(client, sandbox):
-        late = await client.call_tool("shell", {"command": "sleep 30", "timeout_s": 0.3})
+        late = await client.call_tool("shell", {"command": "sleep 1000", "timeout_s": 0.3})
         assert late.structured_content["outcome"] == "timeout"
         assert late.structured_content["exit_code"] is None
         assert (await client.call_tool("shell", {"command": "echo on"})).structured_content["stdout"] == "on\n"

@@ -66,7 +66,7 @@ def test_fifty_episodes_finish_though_a_third_of_creates_and_deletes_fail(tmp_pa
     asyncio.run(run())
 
 
-def test_callers_wait_in_line_and_are_told_when_their_patience_ends(tmp_path):
+def test_callers_wait_in_line_and_are_told_when_their_patience_ends(until, tmp_path):
     async def run():
         host = await Host.open(tmp_path, ProcessBackend(tmp_path / "machines", unsafe=True))
         async with Pool(host, most=1) as pool:
@@ -81,8 +81,7 @@ def test_callers_wait_in_line_and_are_told_when_their_patience_ends(tmp_path):
                     order.append(number)
 
             waiting = [asyncio.create_task(wait(number)) for number in range(3)]
-            await asyncio.sleep(0.01)
-            assert pool.counts.waiting == 3
+            await until(lambda: pool.counts.waiting == 3)
             await pool.release(first)
             await pool.release(first)
             await asyncio.gather(*waiting)
