@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
-from anyio import to_thread
+from anyio import CapacityLimiter, to_thread
 from fastapi import Request as HttpRequest
 from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
@@ -29,6 +29,8 @@ from triax.serve.link import EngineAbsent, Link
 T = TypeVar("T")
 LARGE = 1 << 16
 """Bytes of a body above which it is rendered in a thread, so that others do not wait for it."""
+MOST_UNPACKING = 2
+"""Requests whose pictures are unpacked at once; each may take a gigabyte for a moment."""
 LONGEST_RETRY_S = 60
 
 BREAKS = {character.encode(): f"\\u{ord(character):04x}".encode() for character in "\x85\u2028\u2029"}
@@ -51,6 +53,7 @@ class Face:
         self.started = int(time.time())
         self._model: Model | None = None
         self._ends: deque[float] = deque(maxlen=64)
+        self._unpacking = CapacityLimiter(MOST_UNPACKING)
 
     @property
     def model(self) -> Model:
@@ -125,8 +128,11 @@ class Face:
         return max(1, min(LONGEST_RETRY_S, round(waiting / per_s)))
 
     async def prepare(self, request: HttpRequest, work: Callable[[], T]) -> T:
-        """Do work that takes long for a large body, beside everything else."""
-        if len(await request.body()) < LARGE:
+        """Do work that takes long for a large body, or one with pictures, beside everything else."""
+        body = await request.body()
+        if b"image_url" in body:  # a small file may unpack to a gigabyte
+            return await to_thread.run_sync(work, limiter=self._unpacking)
+        if len(body) < LARGE:
             return work()
         return await to_thread.run_sync(work)
 
@@ -200,7 +206,10 @@ class StrictRoute(APIRoute):
                     request._json = parse_json(data.decode())
                 except ValueError as problem:
                     raise Fault(400, f"body: not JSON; found a problem: {problem}; send a JSON object") from None
-            return await handle(request)
+            try:
+                return await handle(request)
+            except RecursionError:  # the reader takes deeper trees than those who go through them
+                raise Fault(400, "body: nested too deeply; found more levels than can be read; flatten it") from None
 
         return strict
 

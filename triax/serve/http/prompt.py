@@ -105,6 +105,9 @@ def _template_wish(given: object, wish: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(given, Mapping) or (strange := sorted(set(given) - set(KWARGS))):
         found = strange if isinstance(given, Mapping) else given
         raise refuse(f"chat_template_kwargs: not known; found `{found}`; use {', '.join(KWARGS)}")
+    if not isinstance(given.get("enable_thinking"), bool | None):
+        found = f"`{given['enable_thinking']!r}`"
+        raise refuse(f"chat_template_kwargs.enable_thinking: must be true or false; found {found}; correct it")
     return {name: value for name, value in given.items() if wish.get(name) is None}
 
 

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from triax.serve.http.schema import Body, Common, Echoed, ImageUrl, Part, Tree
+from triax.serve.http.schema import Body, Common, Echoed, ImageUrl, Kept, Part, Tree
 
 
 class Piece(Echoed):
@@ -13,6 +13,12 @@ class Piece(Echoed):
     type: Literal["input_text", "output_text", "input_image", "reasoning_text", "summary_text", "text"]
     text: str | None = None
     image_url: str | None = None
+
+    @model_validator(mode="after")
+    def _shows_something(self) -> "Piece":
+        if self.type == "input_image" and self.image_url is None:
+            raise ValueError("a picture needs image_url, a data URL; nothing is stored that file_id could name")
+        return self
 
 
 class Item(Echoed):
@@ -61,9 +67,10 @@ class FunctionTool(Echoed):
 class TextOptions(Body):
     """The form of the answer."""
 
-    format: Tree | None = None
+    format: Kept = None
     """`{"type": "json_schema", "name", "schema", "strict"}`, json_object or text."""
-    verbosity: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Read and not used."""
 
 
 class ReasoningOptions(Body):

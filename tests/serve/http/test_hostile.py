@@ -1,0 +1,91 @@
+"""Bodies made to break a server: each is refused in words, and nobody else notices."""
+
+import base64
+import io
+import json
+import time
+
+import pytest
+from PIL import Image
+
+HALF = "\ud800"  # of a character
+
+
+def deep(levels):
+    return json.loads('{"a":' * levels + "1" + "}" * levels)
+
+
+def tool(parameters):
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+@pytest.mark.parametrize("levels", [200, 500, 900])
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda tree: {"tools": [tool(tree)]},
+        lambda tree: {"messages": [{"role": "system", "tools": [tool(tree)]}, {"role": "user", "content": "x"}]},
+        lambda tree: {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": tree}}]}
+            ]
+        },
+        lambda tree: {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": tree}}},
+        lambda tree: {"metadata": tree},
+    ],
+)
+def test_nesting_without_end_is_read_or_refused(server, body, levels):
+    asked = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | body(deep(levels))
+    response = server.post("/v1/chat/completions", asked)
+    assert response.status_code in (200, 400), response.text
+    if response.status_code == 400:
+        assert response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        {"format": {"type": "text", "x": HALF}},
+        {"format": {"type": "text"}, "verbosity": HALF},
+        {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}, "description": HALF}},
+    ],
+)
+def test_half_a_character_that_an_answer_would_repeat_is_refused_at_once(server, text):
+    response = server.post("/v1/responses", {"model": "m", "input": "hi", "text": text})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith("text")
+
+
+def test_a_picture_that_is_only_named_is_refused_and_not_passed_over(server):
+    parts = [{"type": "input_image", "file_id": "file-1"}, {"type": "input_text", "text": "what is this?"}]
+    response = server.post("/v1/responses", {"model": "m", "input": [{"role": "user", "content": parts}]})
+    assert response.status_code == 400
+    assert "image_url" in response.json()["error"]["message"]
+
+
+def test_a_word_does_not_switch_thinking_on(server):
+    asked = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    response = server.post("/v1/chat/completions", asked | {"chat_template_kwargs": {"enable_thinking": "no"}})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "chat_template_kwargs.enable_thinking"
+
+
+def test_unpacking_a_small_file_into_a_large_picture_holds_up_nobody(server):
+    from concurrent.futures import ThreadPoolExecutor
+
+    file = io.BytesIO()
+    Image.new("1", (9000, 9000)).save(file, "PNG")
+    address = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    body = {"model": "m", "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": address}]}]}
+    assert len(json.dumps(body)) < 1 << 16
+    with ThreadPoolExecutor(1) as pool:
+        began = time.perf_counter()
+        slow = pool.submit(server.post, "/v1/chat/completions", body)
+        longest = 0.0
+        while not slow.done():
+            asked = time.perf_counter()
+            assert server.get("/v1/models").status_code == 200
+            longest = max(longest, time.perf_counter() - asked)
+        took = time.perf_counter() - began
+        assert slow.result().status_code == 400
+    assert longest < max(0.5 * took, 0.2), f"{longest:.2f} s of {took:.2f} s"
