@@ -40,6 +40,47 @@ def test_misuse_has_status_2_and_says_how_to_go_on(triax, words):
     assert "--help" in err
 
 
+def test_the_version_is_that_of_the_package(triax):
+    import triax as package
+
+    assert triax("--version") == (0, f"triax {package.__version__}\n", "")
+
+
+def test_no_summary_of_a_verb_is_cut_off_in_a_wide_terminal(triax, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    for words in ([], ["model"], ["checkpoint"], ["recipe"], ["bench"], ["sandbox"]):
+        status, out, _ = triax(*words, "--help")
+        summaries = out.partition("Commands:")[2].splitlines()
+        assert (status, [line for line in summaries if line.endswith("...")]) == (0, [])
+        assert len(summaries) > 1
+
+
+@pytest.mark.parametrize(
+    ("module", "verb", "remedy"),
+    [
+        (
+            "httpx",
+            "list",
+            "needs the extra `sandbox`; found no `httpx`; install it with `pip install 'triax[sandbox]'`",
+        ),
+        ("mcp", "mcp", "needs the package `mcp`; it is not installed; install it with `pip install mcp`"),
+    ],
+)
+def test_a_verb_that_lacks_its_extra_or_a_package_beside_it_names_what_to_install(module, verb, remedy):
+    program = f"import sys; sys.modules[{module!r}] = None; from triax.cli.app import main; main(['sandbox', {verb!r}])"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", f"error: sandbox: {remedy}\n")
+
+
+def test_a_broken_installation_of_our_own_keeps_its_traceback():
+    program = "import sys; sys.modules['triax.sandbox.backend.remote'] = None; from triax.cli.app import main"
+    ended = subprocess.run(
+        [sys.executable, "-c", f"{program}; main(['sandbox', 'list'])"], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("Traceback")
+
+
 def test_check_names_the_kind_of_recipe(triax):
     assert triax("recipe", "check", "nano")[1].endswith("nano.toml: ok, a training recipe\n")
     assert triax("recipe", "check", "k3")[1].endswith("k3.toml: ok, a model, without a run\n")
@@ -86,6 +127,37 @@ def test_model_show_reads_a_published_config_by_file_or_folder(triax, tmp_path):
         assert json.loads(triax("model", "show", path, "--json")[1])["parameters"] == 49_122_681_728
 
 
+def test_a_conversion_tells_a_program_what_it_would_write_and_what_it_wrote(triax, tmp_path):
+    from triax.checkpoint.released import save_released
+    from triax.config.load import load_model
+    from triax.model.decoder import Decoder
+
+    save_released(Decoder(load_model("nano")), tmp_path / "nano")
+    words = ("convert", tmp_path / "nano", tmp_path / "packed", "--to", "mxfp4", "--json")
+    planned = json.loads(triax(*words, "--plan")[1])
+    assert (planned["form"], planned["written"], (tmp_path / "packed").exists()) == ("mxfp4", False, False)
+    written = json.loads(triax(*words)[1])
+    assert written == planned | {"written": True}
+    assert written["files"] == len(list((tmp_path / "packed").glob("*.safetensors")))
+
+
+def test_a_file_that_is_cut_short_does_not_bury_the_summary(triax, tmp_path):
+    from triax.checkpoint.released import save_released
+    from triax.config.load import load_model
+    from triax.model.decoder import Decoder
+
+    save_released(Decoder(load_model("nano")), tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    os.truncate(file, file.stat().st_size - 100)
+    status, out, _ = triax("checkpoint", "verify", tmp_path)
+    told = json.loads(triax("checkpoint", "verify", tmp_path, "--json")[1])
+    missing = len(told["problems"]["missing"])
+    assert status == 1
+    assert f"{missing} missing:" in out
+    assert f"  … and {missing - 20} more; `--json` lists all" in out
+    assert len(out.splitlines()) < 40
+
+
 def test_model_show_refuses_a_config_of_another_family_by_name(triax, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     status, _, err = triax("model", "show", tmp_path)
@@ -108,6 +180,18 @@ def test_doctor_tells_facts_that_fit_this_machine(triax):
     assert 0 < told["free_memory_bytes"] <= told["memory_bytes"]
     assert set(told["extras"]) == set(machine.EXTRAS)
     assert told["means"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [([], "data, serve, sandbox"), ([{"name": "a GPU", "memory_bytes": 8e9}], "data, serve, sandbox, gpu")],
+)
+def test_doctor_offers_every_extra_that_this_machine_can_use(devices, expected):
+    from triax.cli.doctor import _meaning
+
+    extras = {"data": False, "video": True, "serve": False, "sandbox": False, "gpu": False, "dev": False, "docs": False}
+    facts = {"devices": devices, "bf16": True, "threads": 2, "cores": 2, "extras": extras}
+    assert _meaning(facts)[-1].startswith(f"not installed: {expected};")
 
 
 def test_doctor_in_words_names_the_same(triax):

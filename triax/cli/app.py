@@ -4,23 +4,45 @@ import errno
 import io
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
 from triax.cli import bench, chat, checkpoint, convert, doctor, model, recipe, sample, sandbox, serve, train
-from triax.errors import TriaxError
+from triax.cli.extra import absent
+from triax.errors import TriaxError, UnsupportedError
 
 FULL_OR_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 app = typer.Typer(
     name="triax",
-    help="Train Kimi K3 and its relatives, look inside them, and talk to them.",
     epilog="Exit status: 0 done, 1 failed, 2 misused. Settings of a recipe: `triax recipe show RECIPE`.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"max_content_width": 120},
 )
+
+
+def _version(is_asked: bool) -> bool:
+    if is_asked:
+        from triax import __version__
+
+        print(f"triax {__version__}")
+        raise typer.Exit
+    return is_asked
+
+
+@app.callback()
+def triax(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train Kimi K3 and its relatives, look inside them, and talk to them."""
+
+
 app.command()(train.train)
 app.command()(serve.serve)
 app.command()(chat.chat)
@@ -45,6 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(args=arguments)
     except TriaxError as problem:
         _fail(str(problem), problem.exit_status)
+    except ModuleNotFoundError as problem:
+        told = absent(problem, next(iter(sys.argv[1:] if arguments is None else arguments), ""))
+        if told is None:
+            raise
+        _fail(told, UnsupportedError.exit_status)
     except OSError as problem:
         if problem.errno not in FULL_OR_FORBIDDEN:
             raise

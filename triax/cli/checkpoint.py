@@ -8,6 +8,7 @@ import typer
 app = typer.Typer(name="checkpoint", help="Verify released weights and look into them.", no_args_is_help=True)
 
 Folder = Annotated[Path, typer.Argument(metavar="PATH", help="A folder with config.json and safetensors files.")]
+MOST_NAMES = 20  # of one kind, in words: one file that is cut short hides thousands of tensors
 Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 
@@ -51,8 +52,10 @@ def verify(
             print(f"note: {note}")
         for kind, names in found.problems.items():
             print(f"{len(names):,} {kind}:")
-            for name in names:
+            for name in names[:MOST_NAMES]:
                 print(f"  {name}")
+            if len(names) > MOST_NAMES:
+                print(f"  … and {len(names) - MOST_NAMES:,} more; `--json` lists all")
         how = "headers only" if found.is_structure_only else "every number looked at"
         print(
             f"{'whole' if found.is_whole else 'REFUSED'}: {found.family}, {found.files:,} files, "

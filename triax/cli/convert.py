@@ -18,8 +18,13 @@ def convert(
     workers: Annotated[int, typer.Option(min=1, help="Files written together.")] = 2,
     shard_gb: Annotated[float, typer.Option(min=0.001, help="Size of a file, in GB of 1e9 bytes.")] = 5.0,
     plan_only: Annotated[bool, typer.Option("--plan", help="Say what would be written and stop.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the plan, and whether it is written, as JSON.")
+    ] = False,
 ) -> None:
     """Convert weights, file by file; the same command goes on where an interrupted one stopped."""
+    import json
+
     from triax.checkpoint.convert import convert as convert_folder
     from triax.checkpoint.export import released_form
     from triax.checkpoint.plan import TARGETS, make_plan
@@ -32,13 +37,15 @@ def convert(
         plan = make_plan(folder, to, layers=_layers(layers), shard_bytes=int(shard_gb * 1e9))
         for note in plan.notes:
             typer.echo(f"note: {note}", err=True)
-        what = f"{plan.num_tensors:,} tensors, {plan.nbytes:,} bytes in {len(plan.shards):,} files"
-        if plan_only:
-            print(f"plan: {what}")
-            return
-        with Count("convert", plan.nbytes) as progress:
-            convert_folder(plan, target, workers=workers, skip=progress.skip, report=progress.add)
-    print(f"{target}: {what}")
+        if not plan_only:
+            with Count("convert", plan.nbytes) as progress:
+                convert_folder(plan, target, workers=workers, skip=progress.skip, report=progress.add)
+    if as_json:
+        told = {"path": str(target), "form": to, "written": not plan_only, "notes": list(plan.notes)}
+        print(json.dumps(told | {"tensors": plan.num_tensors, "bytes": plan.nbytes, "files": len(plan.shards)}))
+        return
+    what = f"{plan.num_tensors:,} tensors, {plan.nbytes:,} bytes in {len(plan.shards):,} files"
+    print(f"{'plan' if plan_only else target}: {what}")
 
 
 def _layers(text: str | None) -> range | None:

@@ -69,9 +69,8 @@ def _meaning(facts: dict[str, Any]) -> list[str]:
         lines.append("no bf16 instructions: train with train.precision=fp32; bf16 would round more and run no faster")
     if facts["threads"] < facts["cores"]:
         lines.append(f"{facts['threads']} of {facts['cores']} cores compute; OMP_NUM_THREADS={facts['cores']} uses all")
-    missing = [
-        name for name, there in facts["extras"].items() if not there and name in ("data", "tensorboard", "wandb")
-    ]
+    useless = ("dev", "docs") if facts["devices"] else ("dev", "docs", "gpu")
+    missing = [name for name, there in facts["extras"].items() if not there and name not in useless]
     if missing:
         lines.append(f"not installed: {', '.join(missing)}; each comes with `pip install 'triax[NAME]'` if you want it")
     return lines

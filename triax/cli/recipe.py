@@ -16,7 +16,7 @@ def show(
     settings: Words = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all resolved settings and origins as JSON.")] = False,
 ) -> None:
-    """Print every value that is not the default and where it was written; without a name, list what is shipped."""
+    """Print every value that is not the default, and where it was written. Without a name, list what is shipped."""
     import json
 
     from triax.config import show
