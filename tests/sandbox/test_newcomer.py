@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import os
 import re
 import signal
 import subprocess
@@ -100,7 +101,52 @@ def test_a_sandbox_made_from_a_snapshot_is_listed_in_columns(tmp_path):
         kept = triax(tmp_path, "snapshot", id, "--url", url).stdout.strip()
         heir = triax(tmp_path, "create", kept, "--url", url).stdout.strip()
         line = next(one for one in triax(tmp_path, "list", "--url", url).stdout.splitlines() if one.startswith(heir))
+        triax(tmp_path, "pause", id, "--url", url)
+        refused = triax(tmp_path, "exec", "--url", url, id, "true")
     assert line.split()[:3] == [heir, "running", kept]
+    assert (refused.returncode, refused.stderr.count(id)) == (1, 1)
+    assert "it is paused; connect to it first" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "said"), [("true", b""), ("exec <&-; sleep 0.3; echo over", b"over\n"), ("wc -c", b"3000000\n")]
+)
+def test_input_is_passed_on_as_far_as_the_command_reads_it(tmp_path, command, said):
+    words = [
+        "sandbox",
+        "run",
+        "--backend",
+        "process",
+        "--unsafe",
+        "-i",
+        "--folder",
+        tmp_path,
+        "--",
+        "sh",
+        "-c",
+        command,
+    ]
+    done = subprocess.run([TRIAX, *words], input=bytes(3_000_000), capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, said, b"")
+
+
+def test_a_terminal_where_nothing_is_typed_holds_no_command_up(tmp_path):
+    words = ["sandbox", "run", "--backend", "process", "--unsafe", "-i", "--folder", tmp_path, "--", "echo", "done"]
+    silent, speaking = os.pipe()
+    try:
+        done = subprocess.run([TRIAX, *words], stdin=silent, capture_output=True, timeout=60)
+    finally:
+        os.close(silent)
+        os.close(speaking)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"done\n", b"")
+
+
+def test_what_cannot_be_meant_is_told_before_anything_is_done(tmp_path):
+    told = triax(tmp_path, "gc", "--folder", "typo")
+    assert told.returncode == 1
+    assert "there is no such folder" in told.stderr
+    assert not (tmp_path / "typo").exists()
+    assert "is no address of a service" in triax(tmp_path, "list", "--url", "localhost:49980").stderr
 
 
 def test_a_folder_of_another_backend_is_refused_and_left_as_it_was(tmp_path):

@@ -28,6 +28,7 @@ Image = Annotated[
 ]
 Memory = Annotated[int, typer.Option("--memory", min=16, help="Memory in MiB.")]
 Internet = Annotated[bool, typer.Option("--internet", help="Let it reach everything; otherwise it reaches nothing.")]
+PIECE_BYTES, WAITING_PIECES = 65536, 16
 PASSED_ON = {"allow_interspersed_args": False}
 
 
@@ -138,7 +139,7 @@ def create(
 @app.command()
 def pause(id: Id, url: Url = URL, key_file: KeyFile = None) -> None:
     """Put a sandbox away."""
-    _post(url, key_file, f"/sandboxes/{id}/pause")
+    _post(url, key_file, f"{_at(id)}/pause")
 
 
 @app.command()
@@ -149,7 +150,7 @@ def resume(
     key_file: KeyFile = None,
 ) -> None:
     """Bring a sandbox back."""
-    _post(url, key_file, f"/sandboxes/{id}/connect", {} if timeout is None else {"timeout": timeout})
+    _post(url, key_file, f"{_at(id)}/connect", {} if timeout is None else {"timeout": timeout})
 
 
 @app.command()
@@ -163,7 +164,7 @@ def fork(
     from triax.errors import SandboxError
 
     failed = []
-    for copy in _post(url, key_file, f"/sandboxes/{id}/fork", {"count": count}):
+    for copy in _post(url, key_file, f"{_at(id)}/fork", {"count": count}):
         if "sandbox" in copy:
             print(copy["sandbox"]["sandboxID"])
         else:
@@ -180,7 +181,7 @@ def snapshot(
     key_file: KeyFile = None,
 ) -> None:
     """Keep a sandbox's present; print the snapshot's id."""
-    print(_post(url, key_file, f"/sandboxes/{id}/snapshots", {} if name is None else {"name": name})["snapshotID"])
+    print(_post(url, key_file, f"{_at(id)}/snapshots", {} if name is None else {"name": name})["snapshotID"])
 
 
 @app.command()
@@ -188,7 +189,7 @@ def kill(id: Id, url: Url = URL, key_file: KeyFile = None) -> None:
     """End a sandbox and drop all it held."""
 
     async def body(remote: "RemoteBackend") -> None:
-        await remote.service.ask("DELETE", f"/sandboxes/{id}")
+        await remote.service.ask("DELETE", _at(id))
 
     _ask(url, key_file, body)
 
@@ -201,10 +202,14 @@ def gc(
     forget: Annotated[bool, typer.Option("--forget", help="Also drop sandboxes that were lost.")] = False,
 ) -> None:
     """Free what a server that was killed left: its processes, mounts and half-written files."""
+    from triax.errors import SandboxError
     from triax.sandbox.alone import clear
     from triax.sandbox.backend.choose import choose
     from triax.sandbox.host import Host
     from triax.sandbox.store import backend_of
+
+    if not folder.is_dir():
+        raise SandboxError(f"sandboxes {folder}: there is no such folder; name the one of the server that ended")
 
     async def body() -> list[str]:
         freed = await clear(folder)
@@ -307,6 +312,12 @@ def _ask(url: str, key_file: Path | None, body: Any) -> Any:
     return _finish(run())
 
 
+def _at(id: str) -> str:
+    from urllib.parse import quote
+
+    return f"/sandboxes/{quote(id, safe='')}"
+
+
 def _post(url: str, key_file: Path | None, path: str, body: dict[str, Any] | None = None) -> Any:
     async def call(remote: "RemoteBackend") -> Any:
         return await remote.service.ask("POST", path, body or {}, timeout_s=300.0, once=True)
@@ -317,23 +328,37 @@ def _post(url: str, key_file: Path | None, path: str, body: dict[str, Any] | Non
 async def _through(process: "Process", interactive: bool, timeout: float | None) -> int:
     """Connect a process with this one's streams and return the exit status that stands for its end."""
     import asyncio
+    import os
     import sys
     import threading
+    from contextlib import suppress
 
-    lines: asyncio.Queue[bytes] = asyncio.Queue()
+    from triax.errors import SandboxError
+
+    pieces: asyncio.Queue[bytes] = asyncio.Queue()
+    room = threading.Semaphore(WAITING_PIECES)
     loop = asyncio.get_running_loop()
 
     def read() -> None:
-        while line := sys.stdin.buffer.readline():
-            loop.call_soon_threadsafe(lines.put_nowait, line)
-        loop.call_soon_threadsafe(lines.put_nowait, b"")
+        # not through `sys.stdin`: a thread that waits there for input holds a lock that the end of this program needs
+        data = b"begun"
+        with suppress(RuntimeError):  # the command is over, and with it the loop
+            while data:
+                room.acquire()
+                try:
+                    data = os.read(0, PIECE_BYTES)
+                except OSError:  # there is no standard input at all
+                    data = b""
+                loop.call_soon_threadsafe(pieces.put_nowait, data)
 
     async def feed() -> None:
         # a daemon, since nothing ends a read from a terminal when the command is over
         threading.Thread(target=read, daemon=True).start()
-        while data := await lines.get():
-            await process.write(data)
-        await process.close_stdin()
+        with suppress(SandboxError):  # one that reads no more may have much to do; its end tells the rest
+            while data := await pieces.get():
+                await process.write(data)
+                room.release()
+            await process.close_stdin()
 
     feeding = asyncio.create_task(feed()) if interactive else None
     try:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import quote
 
 from triax.errors import SandboxError
 from triax.sandbox.backend.remote_calls import Guest, Service
@@ -88,7 +89,7 @@ class RemoteBackend:
         Raises:
             SandboxError: It has none with this id.
         """
-        told = await self.service.ask("GET", f"/sandboxes/{id}")
+        told = await self.service.ask("GET", f"/sandboxes/{quote(id, safe='')}")
         return self._known(told, Spec(), int(told.get("generation", 0)))
 
     async def restore(self, folder: Path, spec: Spec, id: str, generation: int) -> "RemoteMachine":

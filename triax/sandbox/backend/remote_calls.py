@@ -58,6 +58,10 @@ class Service:
         self, url: str, key: str | None = None, *, sandbox_url: str | None = None, patience_s: float = 0.1
     ) -> None:
         self.url = url.rstrip("/")
+        if not self.url.startswith(("http://", "https://")):
+            raise SandboxError(
+                f"url {url[:200]!r}: is no address of a service; give one such as `http://127.0.0.1:49980`", "refused"
+            )
         self.sandbox_url = None if sandbox_url is None else sandbox_url.rstrip("/")
         self.patience_s = patience_s
         self._client = httpx.AsyncClient(
@@ -216,7 +220,7 @@ class Guest:
         )
         if answer.is_success:
             return answer
-        raise failure(answer.status_code, f"sandbox {self.id}: {_message(answer)}")
+        raise failure(answer.status_code, _of(self.id, _message(answer)))
 
     async def call(
         self, method: str, body: Mapping[str, Any], *, user: str | None = None, repeat: bool = True
@@ -313,12 +317,18 @@ def _fault(status: int, content: bytes, id: str) -> SandboxError:
         message = str(error["message"])
     except (ValueError, KeyError, TypeError):
         message = content.decode(errors="replace")[:300]
-    return failure(status, f"sandbox {id}: {message or f'HTTP {status}'}")
+    return failure(status, _of(id, message or f"HTTP {status}"))
 
 
 def _failed(error: Mapping[str, Any], id: str) -> SandboxError:
     status = STATUS_OF_CODE.get(str(error.get("code")), 500)
-    return failure(status, f"sandbox {id}: {error.get('message') or error.get('code')}")
+    return failure(status, _of(id, str(error.get("message") or error.get("code"))))
+
+
+def _of(id: str, message: str) -> str:
+    """Return a message that names its sandbox once, without the words by which stock clients know what is gone."""
+    about = f"sandbox {id}: "
+    return about + message.removeprefix(f"The sandbox {id} was not found: ").removeprefix(about)
 
 
 def _message(answer: httpx.Response) -> str:
