@@ -191,8 +191,12 @@ class Link:
                 self._boxes.pop(request.id, None)
                 self.waiting.discard(request.id)
             for id_ in unfinished:
-                with suppress(TriaxError):
-                    self._send(wire.Abort(id_))
+                self.abort(id_)
+
+    def abort(self, request_id: str) -> None:
+        """End one of some requests that run together; its last update comes as that of any other."""
+        with suppress(TriaxError):
+            self._send(wire.Abort(request_id))
 
     async def pause(self, mode: Literal["abort", "wait", "keep"], timeout_s: float) -> None:
         """Hold new requests back here; end those that run, wait for them, or freeze them where they are.

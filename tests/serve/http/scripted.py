@@ -94,7 +94,9 @@ class ScriptedEngine:
             "max_tokens": request.max_tokens,
             "media": [[item.digest, item.start, item.length, len(item.pixels)] for item in request.media],
         }
-        answer = self.tokenizer.encode(script.get("answer", DEFAULT), allow_control=True)
+        words = script.get("answer", DEFAULT)
+        words = words if isinstance(words, str) else words[int(request.id.rpartition(".")[2])]  # one for each choice
+        answer = self.tokenizer.encode(words, allow_control=True)
         now = time.monotonic()
         text = Text(self.tokenizer, request.stop)
         go = self.folder / f"{names[-1] if names else ''}.go"

@@ -89,3 +89,26 @@ def test_unpacking_a_small_file_into_a_large_picture_holds_up_nobody(server):
         took = time.perf_counter() - began
         assert slow.result().status_code == 400
     assert longest < max(0.5 * took, 0.2), f"{longest:.2f} s of {took:.2f} s"
+
+
+def test_a_choice_that_met_its_stop_string_costs_nothing_while_others_go_on(server, ask):
+    before = float(server.get("/metrics").text.split("\ntriax_engine_aborted ")[1].split()[0])
+    words = [ask.said("a STOP " + "x" * 2000), ask.said("b" * 2000)]
+    name = server.script("two", words, delay_s=0.002)
+    stream = server.client().chat.completions.create(
+        model="m", messages=[{"role": "user", "content": name}], n=2, stop="STOP", stream=True
+    )
+    reasons = {}
+    for chunk in stream:
+        reasons |= {choice.index: choice.finish_reason for choice in chunk.choices if choice.finish_reason}
+        if 0 in reasons:
+            break
+    assert reasons == {0: "stop"}
+    for _ in range(200):
+        if "\ntriax_engine_aborted " in (told := server.get("/metrics").text):
+            now = float(told.split("\ntriax_engine_aborted ")[1].split()[0])
+            if now > before:
+                break
+        time.sleep(0.01)
+    assert now == before + 1
+    stream.close()

@@ -105,7 +105,7 @@ def test_an_answer_that_is_cut_says_so(server):
         ({"metadata": {"a": "\ud83d"}}, "metadata"),
         (
             {"text": {"format": {"type": "json_schema", "name": "\ud83d", "schema": {}}}},
-            "response_format.json_schema.name",
+            "text.format",
         ),
     ],
 )

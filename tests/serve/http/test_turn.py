@@ -89,6 +89,27 @@ def test_a_stop_string_is_found_however_the_answer_is_cut(model, cut, stop):
     assert turn.reason == "stop"
 
 
+@given(cut=st.lists(st.integers(1, 9), min_size=1), stop=st.sampled_from(["wer", "answer.", "An", "n a", "x", "."]))
+def test_the_tokens_with_logprobs_are_those_of_the_text_before_a_stop_string(model, cut, stop):
+    tokens = model.tokenizer.encode(said("An answer.", "thought"), allow_control=True)
+    turn, whole, told = turn_of(model, [stop]), Whole(), []
+    at = 0
+    for size in cut * len(tokens):
+        if at >= len(tokens):
+            break
+        for event in turn.read(Update("x", "", tuple(TokenInfo(token, -1.0) for token in tokens[at : at + size]))):
+            whole.add(event)
+        told += turn.take_logprobs()
+        assert len("".join(one["token"] for one in told)) <= len(whole.content) + 8
+        at += size
+    for event in turn.read(Update("x", finish_reason="stop")):
+        whole.add(event)
+    words = [one["token"] for one in told + turn.take_logprobs()]
+    text = "".join(words)
+    assert text.startswith(whole.content)
+    assert "".join(words[:-1]) != whole.content or not words, "the last token has a part of what was told"
+
+
 def test_an_answer_inside_the_thinking_becomes_the_content(model):
     tokens = model.tokenizer.encode("Yes.<|close|>response<|sep|>", allow_control=True)
     turn, whole = turn_of(model), Whole()

@@ -53,6 +53,8 @@ class Turn:
         self._parser = self.prepared.parser() if self.prepared.parser else None
         self._stops = Stops(self.stop)
         self._unsure: list[TokenInfo] = []
+        self._noted: list[tuple[int, int, list[TokenInfo]]] = []
+        self._num_read = self._num_told = 0  # characters of the answer, with and without those held back
         tokenizer = self.model.tokenizer
         self._control = frozenset(tokenizer.control.values() if isinstance(tokenizer, KimiTokenizer) else ())
 
@@ -88,22 +90,30 @@ class Turn:
             self.num_tokens += 1
             self.tokens.append(info.token)
             self.num_thinking += before == "think"
+            length = sum(len(event.text) for event in found if isinstance(event, Content))
             if before in OF_ANSWER:
-                self._note(info, found)
+                self._note(info, length)
+            self._num_read += length
             events += self._stopped(found)
             if self._stops.met is not None:
+                self._tell_logprobs(is_last=True)
                 self.reason = "stop"
                 return [*events, Finish("stop")]
         return events
 
-    def _note(self, info: TokenInfo, found: Sequence[Event]) -> None:
+    def _note(self, info: TokenInfo, length: int) -> None:
         """Keep the logprob of a token of the answer; one without text may be a part of a character, or of a tag."""
         self._unsure.append(info)
-        if any(isinstance(event, Content) for event in found):
-            self.logprobs += [self.logprob(one) for one in self._unsure]
-            self._unsure.clear()
+        if length:
+            self._noted.append((self._num_read, self._num_read + length, self._unsure))
+            self._unsure = []
         elif info.token in self._control:
             self._unsure.clear()
+
+    def _tell_logprobs(self, *, is_last: bool = False) -> None:
+        """Let go of the logprobs of text that is told; the last token may reach into a stop string."""
+        while self._noted and (self._noted[0][1] <= self._num_told or (is_last and self._noted[0][0] < self._num_told)):
+            self.logprobs += [self.logprob(one) for one in self._noted.pop(0)[2]]
 
     def _stopped(self, events: Sequence[Event]) -> list[Event]:
         """Hold back what may begin a stop string; what is no answer lets go of it."""
@@ -120,6 +130,8 @@ class Turn:
                 else:
                     rest = "" if isinstance(event, Flag) else self._stops.flush()
                     kept += [*([Content(rest)] if rest else []), event]
+        self._num_told += sum(len(event.text) for event in kept if isinstance(event, Content))
+        self._tell_logprobs()
         for event in kept:
             match event:
                 case Flag(kind, detail) | ParseError(kind, detail):

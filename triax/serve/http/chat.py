@@ -76,7 +76,12 @@ class Chat:
                 if not news:
                     yield None
                 for number, update in news:
-                    yield number, self.turns[number].read(update)
+                    turn = self.turns[number]
+                    was_over = turn.reason is not None
+                    events = turn.read(update)
+                    if turn.reason is not None and not was_over and update.finish_reason is None:
+                        self.face.link.abort(update.id)  # a stop string ends one choice, whatever the others do
+                    yield number, events
                 if all(turn.reason is not None for turn in self.turns):
                     break
         self.face.note_end()
