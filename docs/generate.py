@@ -1,4 +1,4 @@
-"""Write the reference pages from what they describe: settings from the schema, verbs from the command tree.
+"""Write the reference pages from what they describe: settings from the schema, verbs from the command tree, records.
 
 Run: python docs/generate.py (part of `make docs`); a test holds that the pages are current.
 """
@@ -18,6 +18,7 @@ from triax.config.show import toml
 from triax.config.train import Recipe
 
 FOLDER = Path(__file__).parent / "reference"
+WIDTH = 112  # of the help texts: wide enough for every summary of a verb
 
 
 OF_RECIPES = """\
@@ -117,11 +118,11 @@ def _cell(text: str) -> str:
 
 
 def commands_page() -> str:
-    """Return the page of all verbs: the help text of each, as the terminal shows it."""
+    """Return the page of all verbs: the help text of each, as a wide terminal shows it."""
     lines = ["# Commands", "", "What each verb says about itself, generated from the program.", ""]
     lines += ["Exit status: 0 done, 1 failed, 2 misused. Results go to stdout, everything else to stderr.", ""]
     for words in verbs():
-        shown = CliRunner().invoke(app, [*words, "--help"], prog_name="triax", env={"COLUMNS": "100"})
+        shown = CliRunner().invoke(app, [*words, "--help"], prog_name="triax", terminal_width=WIDTH)
         lines += [f"## {' '.join(['triax', *words])}", "", "```text", shown.output.strip(), "```", ""]
     return "\n".join(lines)
 
@@ -137,7 +138,22 @@ def verbs() -> list[tuple[str, ...]]:
     return found
 
 
-PAGES = {"settings.md": settings_page, "server.md": server_page, "commands.md": commands_page}
+def figures_page() -> str:
+    """Return the list of all records: the date and the question of each, the newest first."""
+    lines = ["# Figures", "", "Every record: what was to be known, and where the answer stands."]
+    lines += ["The form of a record: [Records](../records/README.md).", "", "| date | question |", "|---|---|"]
+    for path in sorted((FOLDER.parent / "records").glob("2*.md"), reverse=True):
+        question = path.read_text().partition("\n")[0].removeprefix("# ")
+        lines.append(f"| {path.name[:10]} | [{_cell(question)}](../records/{path.name}) |")
+    return "\n".join([*lines, ""])
+
+
+PAGES = {
+    "settings.md": settings_page,
+    "server.md": server_page,
+    "commands.md": commands_page,
+    "figures.md": figures_page,
+}
 
 
 def main() -> None:
