@@ -144,11 +144,15 @@ class Sandbox:
         parts = words(argv)
         pairs = variables({**self._own_env, **(env or {})})
         positive("timeout_s", timeout_s)
-        return await self._use(
+        result = await self._use(
             lambda machine: machine.exec(
                 parts, stdin=stdin, timeout_s=timeout_s, env=pairs, cwd=cwd, user=user, output_limit=output_limit
             )
         )
+        if result.outcome in ("infrastructure", "out_of_memory"):  # the machine may have ended with the command
+            with suppress(SandboxError):
+                await self.check()
+        return result
 
     async def start(
         self,

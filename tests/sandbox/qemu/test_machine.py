@@ -1,9 +1,12 @@
 import asyncio
+import os
+import signal
 import time
 
 import pytest
 
 from triax.errors import SandboxError
+from triax.sandbox.host import Host
 from triax.sandbox.protocol import Resources
 
 
@@ -278,5 +281,35 @@ def test_a_machine_whose_process_was_killed_says_so_and_never_hangs(in_lab):
         await machine.kill()
         await machine.kill()
         assert not machine.parts.folder.exists()
+
+    in_lab(test)
+
+
+@pytest.mark.parametrize("deed", ["reboot -f", "echo c > /proc/sysrq-trigger", "poweroff -f"])
+def test_a_guest_that_reboots_panics_or_turns_itself_off_is_told_as_failed_at_once(in_lab, tmp_path, deed):
+    async def test(lab):
+        host = await Host.open(tmp_path / "state", lab.backend)
+        sandbox = await host.create()
+        result = await asyncio.wait_for(sandbox.exec(f"{deed}; sleep 1000"), 20)
+        assert result.outcome == "infrastructure"
+        assert (sandbox.status, sandbox.reason) == ("failed", "its machine ended by itself")
+        await host.close()
+
+    in_lab(test)
+
+
+def test_a_limit_that_a_stuck_guest_cannot_keep_is_no_fault_of_the_command(in_lab, monkeypatch):
+    monkeypatch.setattr("triax.sandbox.guest.process.GRACE_S", 0.3)
+
+    async def test(lab):
+        machine = await lab.create()
+        emulator = machine.emulator.process.pid
+        os.kill(emulator, signal.SIGSTOP)
+        result = await machine.exec(["sleep", "1000"], timeout_s=0.2)
+        assert result.outcome == "infrastructure"
+        assert "gave no answer" in result.detail
+        os.kill(emulator, signal.SIGCONT)
+        result = await machine.exec(["sleep", "1000"], timeout_s=0.2)
+        assert result.outcome == "timeout"
 
     in_lab(test)

@@ -144,14 +144,20 @@ async def finish(stream: Stream, stdin: bytes, timeout_s: float | None, limit: i
     feeding = asyncio.ensure_future(feed()) if stdin else None
     if feeding is None:
         stream.finish()
-    timed_out = False
+    timed_out, stuck = False, ""
     try:
         await asyncio.wait_for(asyncio.shield(collecting), timeout_s)
     except TimeoutError:
         timed_out = True
         stream.channel.send(Kind.SIGNAL, stream.id, number(9))
-        with suppress(TimeoutError):
+        try:
             await asyncio.wait_for(asyncio.shield(collecting), GRACE_S)
+        except TimeoutError:
+            # a guest that says nothing any more is at fault, not the command that it was asked to end
+            try:
+                await stream.channel.ask(Kind.PING, Kind.PONG, within_s=GRACE_S)
+            except SandboxError as problem:
+                stuck = str(problem)
     except asyncio.CancelledError:
         stream.channel.send(Kind.SIGNAL, stream.id, number(9))
         raise
@@ -165,6 +171,8 @@ async def finish(stream: Stream, stdin: bytes, timeout_s: float | None, limit: i
             stream.close()
     duration_s = time.monotonic() - begun
     streams = {"stdout": bytes(kept["stdout"]), "stderr": bytes(kept["stderr"]), "truncated": truncated}
+    if stuck:
+        return Result("infrastructure", duration_s=duration_s, detail=stuck, **streams)
     if timed_out:
         return Result(
             "timeout", signal=9, duration_s=duration_s, detail=f"ended after its limit of {timeout_s:g} s", **streams

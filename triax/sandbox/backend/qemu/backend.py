@@ -89,7 +89,9 @@ class QemuBackend:
         """Return the folder of a booted machine of this image and size, booting it if there is none."""
         fit, hardware = await self.ground.offers(spec)
         image = await asyncio.to_thread(base_image, spec.image, spec.resources.disk_mib, self.cache)
-        key = hashlib.sha256(json.dumps([repr(fit), repr(hardware), image.name]).encode()).hexdigest()[:24]
+        key = hashlib.sha256(
+            json.dumps([repr(fit), repr(hardware), hardware.words(), image.name]).encode()
+        ).hexdigest()[:24]
         folder = self.cache / f"template-{key}"
         if (folder / snapshot.MANIFEST).exists():
             return folder

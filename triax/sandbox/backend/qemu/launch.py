@@ -90,9 +90,10 @@ class Hardware:
 
     def words(self) -> str:
         """Return the kernel's command line."""
+        # without `reboot=t` a guest that panics or reboots asks firmware that this machine does not have, for ever
         timing = f" tsc_early_khz={self.clock_khz} tsc=reliable no_timer_check lpj=4000000"
         return (
-            "console=ttyS0 quiet panic=-1 cryptomgr.notests mitigations=off lsm= audit=0 "
+            "console=ttyS0 quiet panic=-1 reboot=t cryptomgr.notests mitigations=off lsm= audit=0 "
             f"{' '.join(PLAIN)} initcall_blacklist={SKIPPED}" + ("" if self.accelerator == "kvm" else timing)
         )
 
