@@ -1,7 +1,10 @@
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -156,6 +159,22 @@ def test_a_file_that_is_cut_short_does_not_bury_the_summary(triax, tmp_path):
     assert f"{missing} missing:" in out
     assert f"  … and {missing - 20} more; `--json` lists all" in out
     assert len(out.splitlines()) < 40
+
+
+def test_a_long_look_at_numbers_tells_how_much_is_left(triax, tmp_path, monkeypatch):
+    from triax.checkpoint.released import save_released
+    from triax.cli import progress
+    from triax.config.load import load_model
+    from triax.model.decoder import Decoder
+
+    save_released(Decoder(load_model("nano")), tmp_path)
+    ticks = itertools.count(0.0, 20.0)  # every look at the clock is 20 s later
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    err = triax("checkpoint", "verify", tmp_path)[2]
+    shares = [int(share) for share in re.findall(r"verify: .* GB \((\d+)%\), .* left", err)]
+    assert len(shares) > 100
+    assert shares == sorted(shares)
+    assert 95 <= shares[-1] <= 100
 
 
 def test_model_show_refuses_a_config_of_another_family_by_name(triax, tmp_path):

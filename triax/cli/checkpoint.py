@@ -27,7 +27,8 @@ def verify(
     from triax.checkpoint.verify import verify as verify_folder
     from triax.cli.progress import Count
 
-    with Count("verify") as progress:
+    total = sum(file.stat().st_size for file in path.glob("*.safetensors"))  # headers are next to nothing
+    with Count("verify", total or None) as progress:
         found = verify_folder(path, structure=structure, workers=workers, report=progress.add)
     if as_json:
         told = {
