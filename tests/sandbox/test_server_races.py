@@ -4,11 +4,12 @@ import asyncio
 
 import httpx
 import pytest
+from e2b import Sandbox, SandboxState, TimeoutException
 
 from triax.config.sandbox import Quotas, Server
 from triax.errors import SandboxError
+from triax.sandbox import sandbox as ours
 from triax.sandbox.host import Host
-from triax.sandbox.sandbox import Sandbox
 from triax.sandbox.server import schema
 from triax.sandbox.server.access import Access
 from triax.sandbox.server.catalog import Catalog
@@ -54,7 +55,7 @@ def test_no_more_than_the_quota_is_made_however_many_ask_at_once(on_plane):
     async def test(plane):
         answers = await asyncio.gather(*(plane.create(wanted()) for _ in range(6)), return_exceptions=True)
         assert refusals(answers) == [429] * 4
-        first, second = (answer for answer in answers if isinstance(answer, Sandbox))
+        first, second = (answer for answer in answers if isinstance(answer, ours.Sandbox))
         await plane.kill(second.id)
         split = schema.Fork(count=1)
         answers = await asyncio.gather(*(plane.fork(first.id, split) for _ in range(2)), return_exceptions=True)
@@ -150,3 +151,11 @@ def test_a_page_goes_on_where_the_last_one_ended_though_that_sandbox_is_gone(ser
     assert [one["sandboxID"] for one in again.json()] == made[1:2]
     for one in made[1:]:
         httpx.delete(f"{server.url}/sandboxes/{one}")
+
+
+def test_a_command_that_runs_as_the_time_ends_breaks_off_with_the_reason(server):
+    sandbox = Sandbox.create(timeout=1, **server.options)
+    with pytest.raises(TimeoutException, match="put away or ended while the command ran"):
+        sandbox.commands.run("sleep 30", timeout=60)
+    assert sandbox.get_info().state == SandboxState.PAUSED
+    sandbox.kill()

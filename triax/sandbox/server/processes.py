@@ -14,6 +14,8 @@ from triax.sandbox.server.messages import message
 from triax.sandbox.server.session import Event, Running, Session
 
 PREFIX = "/process.Process/"
+PUT_AWAY = ("pausing", "paused", "suspending", "suspended", "resuming", "killing", "dead")
+"""Statuses in which a command breaks off by what a client or a time limit asked for, not by a fault of the sandbox."""
 
 
 def methods() -> dict[str, Method]:
@@ -150,7 +152,7 @@ async def _tell(name: str, running: Running, call: Call) -> AsyncGenerator[Any, 
             if event is None:
                 yield response(keepalive=message("process.ProcessEvent.KeepAlive"))
             else:
-                yield response(**_fields(event, running))
+                yield response(**_fields(event, running, call.target.sandbox))
             event = await anext(events)
     except StopAsyncIteration:
         return
@@ -161,8 +163,13 @@ async def _tell(name: str, running: Running, call: Call) -> AsyncGenerator[Any, 
         await events.aclose()
 
 
-def _fields(event: Event, running: Running) -> dict[str, Any]:
+def _fields(event: Event, running: Running, sandbox: Any) -> dict[str, Any]:
     if isinstance(event, Result):
+        if event.outcome == "infrastructure" and sandbox.status in PUT_AWAY:
+            raise Fault(
+                "unavailable",
+                f"sandbox {sandbox.id} was put away or ended while the command ran: it is {sandbox.status}",
+            )
         return {"end": _end(event)}
     name, chunk = event
     return {"data": message("process.ProcessEvent.DataEvent", **{"pty" if running.has_terminal else name: chunk})}
