@@ -23,6 +23,17 @@ from e2b import (
     TimeoutException,
 )
 
+web = httpx.Client(timeout=120, limits=httpx.Limits(max_keepalive_connections=0))
+
+
+def until(look):
+    """Ask until the answer is true, and return it; the limit ends what hangs, and claims no speed."""
+    deadline = time.monotonic() + 120
+    while not (found := look()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
 
 @pytest.fixture
 def sandbox(server):
@@ -36,7 +47,7 @@ def test_a_sandbox_is_made_found_listed_and_ended(server):
     info = sandbox.get_info()
     assert info.state == SandboxState.RUNNING
     assert info.metadata == {"task": "a b&c"}
-    assert 60 < (info.end_at - info.started_at).total_seconds() < 80
+    assert 70 < (info.end_at - info.started_at).total_seconds() < 200
     query = SandboxQuery(metadata={"task": "a b&c"})
     assert [one.sandbox_id for one in Sandbox.list(query, **server.options).next_items()] == [sandbox.sandbox_id]
     assert Sandbox.list(SandboxQuery(metadata={"task": "a"}), **server.options).next_items() == []
@@ -68,11 +79,14 @@ def test_a_command_tells_what_it_wrote_and_how_it_ended(sandbox):
 
 def test_output_comes_as_it_is_written(sandbox):
     seen = []
-    sandbox.commands.run(
-        "for i in 1 2 3; do echo $i; sleep 0.2; done", on_stdout=lambda text: seen.append((text, time.monotonic()))
-    )
-    assert "".join(text for text, _ in seen) == "1\n2\n3\n"
-    assert seen[-1][1] - seen[0][1] > 0.3
+
+    def hear(text):
+        seen.append(text)
+        sandbox.files.write(f"heard{len(seen)}", "")
+
+    patient = "for i in 1 2 3; do echo $i; until [ -e heard$i ]; do sleep 0.02; done; done"
+    sandbox.commands.run(patient, on_stdout=hear, timeout=120)
+    assert seen == ["1\n", "2\n", "3\n"]
 
 
 def test_a_command_has_the_variables_and_the_folder_it_was_given(server):
@@ -92,7 +106,7 @@ def test_a_command_in_the_background_reads_what_it_is_sent(sandbox):
 
 
 def test_a_command_without_input_meets_its_end_at_once(sandbox):
-    assert sandbox.commands.run("cat; echo $?", timeout=5).stdout == "0\n"
+    assert sandbox.commands.run("cat; echo $?", timeout=60).stdout == "0\n"
 
 
 def test_running_commands_are_listed_and_killed(sandbox):
@@ -107,20 +121,18 @@ def test_running_commands_are_listed_and_killed(sandbox):
 
 
 def test_a_command_can_be_left_and_met_again(sandbox):
-    handle = sandbox.commands.run("sleep 0.5; echo late", background=True)
+    handle = sandbox.commands.run("until [ -e met ]; do sleep 0.02; done; echo late", background=True)
     handle.disconnect()
     again = sandbox.commands.connect(handle.pid)
+    sandbox.files.write("met", "")
     assert again.wait().stdout == "late\n"
 
 
 def test_a_command_over_its_limit_is_ended_alone(sandbox):
     sandbox.files.write("kept", "20 minutes of set-up")
-    started = time.monotonic()
     with pytest.raises(TimeoutException):
-        sandbox.commands.run("sleep 60", timeout=0.5)
-    assert time.monotonic() - started < 5
-    time.sleep(0.3)
-    assert sandbox.commands.list() == []
+        sandbox.commands.run("sleep 1000", timeout=0.5)
+    until(lambda: not sandbox.commands.list())
     assert sandbox.files.read("kept") == "20 minutes of set-up"
 
 
@@ -138,7 +150,7 @@ def test_a_terminal_has_a_size_that_can_change(server):
         await sandbox.kill()
         return bytes(told)
 
-    assert b"11 44" in asyncio.run(asyncio.wait_for(talk(), 30))
+    assert b"11 44" in asyncio.run(asyncio.wait_for(talk(), 200))
 
 
 def test_input_can_be_streamed_in_order(server):
@@ -153,7 +165,7 @@ def test_input_can_be_streamed_in_order(server):
         await sandbox.kill()
         return result.stdout
 
-    assert asyncio.run(asyncio.wait_for(talk(), 30)) == "".join(f"{number} " for number in range(50))
+    assert asyncio.run(asyncio.wait_for(talk(), 200)) == "".join(f"{number} " for number in range(50))
 
 
 def test_files_are_written_read_and_described(sandbox):
@@ -211,7 +223,7 @@ def test_changes_below_a_watched_folder_are_told(server):
         await sandbox.kill()
         return events
 
-    events = asyncio.run(asyncio.wait_for(watch(), 30))
+    events = asyncio.run(asyncio.wait_for(watch(), 200))
     assert [(event.name, event.type.value) for event in events] == [
         ("below/new", "create"),
         ("below/new", "write"),
@@ -224,21 +236,17 @@ def test_a_watch_can_be_asked_for_news(sandbox):
     sandbox.files.make_dir("polled")
     watch = sandbox.files.watch_dir("polled")
     sandbox.files.write("polled/a", "1")
-    deadline = time.monotonic() + 10
-    while not (events := watch.get_new_events()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert events[0].name == "a"
+    assert until(watch.get_new_events)[0].name == "a"
     watch.stop()
 
 
 def test_a_signed_address_opens_one_file_until_it_expires(sandbox):
     sandbox.files.write("public", "for all")
     address = sandbox.download_url("public", use_signature_expiration=60)
-    assert httpx.get(address).text == "for all"
-    assert httpx.get(address.replace("path=public", "path=other")).status_code == 401
-    assert httpx.get(sandbox.download_url("public", use_signature_expiration=-5)).status_code == 401
-    upload = httpx.post(sandbox.upload_url("sent"), files={"file": ("sent", b"by form")})
+    assert web.get(address).text == "for all"
+    assert web.get(address.replace("path=public", "path=other")).status_code == 401
+    assert web.get(sandbox.download_url("public", use_signature_expiration=-5)).status_code == 401
+    upload = web.post(sandbox.upload_url("sent"), files={"file": ("sent", b"by form")})
     assert upload.status_code == 200
     assert sandbox.files.read("sent") == "by form"
 
@@ -270,22 +278,17 @@ def test_connecting_only_prolongs_a_life(server):
 
 
 def test_a_sandbox_whose_time_is_over_is_put_away_with_its_files(server):
-    sandbox = Sandbox.create(timeout=1, **server.options)
+    sandbox = Sandbox.create(timeout=600, **server.options)
     sandbox.files.write("kept", "here")
-    deadline = time.monotonic() + 15
-    while sandbox.get_info().state != SandboxState.PAUSED:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    sandbox.set_timeout(1)
+    until(lambda: sandbox.get_info().state == SandboxState.PAUSED)
     assert Sandbox.connect(sandbox.sandbox_id, timeout=60, **server.options).files.read("kept") == "here"
     sandbox.kill()
 
 
 def test_a_sandbox_may_end_with_its_time_if_its_client_says_so(server):
     sandbox = Sandbox.create(timeout=1, lifecycle={"on_timeout": "kill"}, **server.options)
-    deadline = time.monotonic() + 15
-    while sandbox.is_running():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: not sandbox.is_running())
     with pytest.raises(SandboxNotFoundException):
         sandbox.get_info()
 
@@ -368,7 +371,7 @@ def test_what_no_system_takes_is_refused_as_the_callers_mistake(sandbox):
 def test_another_sandboxes_token_opens_nothing(server, sandbox):
     other = Sandbox.create(**server.options)
     thief = {"E2b-Sandbox-Id": sandbox.sandbox_id, "X-Access-Token": other._envd_access_token}
-    answer = httpx.get(f"{server.url}/files", params={"path": "a"}, headers=thief)
+    answer = web.get(f"{server.url}/files", params={"path": "a"}, headers=thief)
     assert answer.status_code == 401
     other.kill()
 
@@ -395,4 +398,4 @@ def test_many_clients_share_one_server(server):
     async def all_of_them():
         return await asyncio.gather(*(one(number) for number in range(12)))
 
-    assert asyncio.run(asyncio.wait_for(all_of_them(), 60)) == [f"{number}\n42\n" for number in range(12)]
+    assert asyncio.run(asyncio.wait_for(all_of_them(), 200)) == [f"{number}\n42\n" for number in range(12)]

@@ -5,6 +5,7 @@ import json
 import ssl
 import struct
 import subprocess
+import time
 
 import httpx
 import pytest
@@ -14,12 +15,14 @@ from triax.errors import ConfigError
 from triax.sandbox.backend.process import ProcessBackend
 from triax.sandbox.server.session import Running
 
+web = httpx.Client(timeout=120, limits=httpx.Limits(max_keepalive_connections=0))
+
 
 @pytest.fixture
 def made(server):
-    told = httpx.post(f"{server.url}/sandboxes", json={"templateID": "base"}, timeout=60).json()
+    told = web.post(f"{server.url}/sandboxes", json={"templateID": "base"}).json()
     yield told
-    httpx.delete(f"{server.url}/sandboxes/{told['sandboxID']}", timeout=60)
+    web.delete(f"{server.url}/sandboxes/{told['sandboxID']}")
 
 
 def aimed(told, **more):
@@ -46,7 +49,7 @@ def aimed(told, **more):
     ],
 )
 def test_a_body_that_asks_for_what_cannot_be_is_refused_with_its_place(server, body, words):
-    answer = httpx.post(f"{server.url}/sandboxes", content=body, headers={"content-type": "application/json"})
+    answer = web.post(f"{server.url}/sandboxes", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert answer.json()["code"] == 400
     assert words in answer.json()["message"]
@@ -74,29 +77,27 @@ def test_a_body_that_asks_for_what_cannot_be_is_refused_with_its_place(server, b
     ],
 )
 def test_unknown_names_and_odd_questions_get_a_plain_answer(server, method, path, status):
-    answer = httpx.request(method, server.url + path)
+    answer = web.request(method, server.url + path)
     assert answer.status_code == status
     assert answer.json()["message"]
 
 
 def test_a_running_sandbox_cannot_be_resumed_nor_a_body_be_endless(server, made):
     at = f"{server.url}/sandboxes/{made['sandboxID']}"
-    assert httpx.post(f"{at}/resume", json={}).status_code == 409
-    assert httpx.post(f"{at}/fork", json={"count": 1000}).status_code == 400
-    assert httpx.put(f"{at}/network", json={"allowOut": ["example.com"]}).status_code in (400, 501)
-    assert httpx.post(f"{at}/timeout", content=b" " * (2**20 + 1)).status_code == 413
+    assert web.post(f"{at}/resume", json={}).status_code == 409
+    assert web.post(f"{at}/fork", json={"count": 1000}).status_code == 400
+    assert web.put(f"{at}/network", json={"allowOut": ["example.com"]}).status_code in (400, 501)
+    assert web.post(f"{at}/timeout", content=b" " * (2**20 + 1)).status_code == 413
 
 
 def test_an_image_of_the_host_cannot_be_named(server):
-    answer = httpx.post(f"{server.url}/sandboxes-cold", json={"image": "/"})
+    answer = web.post(f"{server.url}/sandboxes-cold", json={"image": "/"})
     assert answer.status_code == 403
-    assert httpx.post(f"{server.url}/sandboxes-cold", json={"image": "../../etc"}).status_code == 403
+    assert web.post(f"{server.url}/sandboxes-cold", json={"image": "../../etc"}).status_code == 403
 
 
 def call(server, told, method, content, kind="application/json", **headers):
-    return httpx.post(
-        f"{server.url}/{method}", content=content, headers=aimed(told, **{"content-type": kind, **headers}), timeout=60
-    )
+    return web.post(f"{server.url}/{method}", content=content, headers=aimed(told, **{"content-type": kind, **headers}))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_what_a_program_inside_serves_comes_as_it_wrote_it(server, made):
 
     listening = server.call(listen())
     port = listening.sockets[0].getsockname()[1]
-    told = httpx.get(server.url, headers=aimed(made, **{"E2b-Sandbox-Port": str(port)}))
+    told = web.get(server.url, headers=aimed(made, **{"E2b-Sandbox-Port": str(port)}))
     assert told.text == "hi"
     assert told.headers.get_list("set-cookie") == ["a=1", "b=2"]
     assert b"transfer-encoding" not in heard[0].lower(), "a request without a body has none there either"
@@ -167,46 +168,46 @@ def test_what_a_program_inside_serves_comes_as_it_wrote_it(server, made):
 
 
 def test_figures_and_nodes_are_told(server, made):
-    figures = httpx.get(f"{server.url}/metrics").text
+    figures = web.get(f"{server.url}/metrics").text
     assert 'triax_sandboxes{status="running"}' in figures
     assert 'triax_sandbox_creations_total{outcome="created"}' in figures
-    (node,) = httpx.get(f"{server.url}/nodes").json()
+    (node,) = web.get(f"{server.url}/nodes").json()
     assert node["sandboxCount"] >= 1
-    assert httpx.get(f"{server.url}/health").status_code == 204
+    assert web.get(f"{server.url}/health").status_code == 204
 
 
 def test_a_repeated_request_gets_the_sandbox_of_the_first(server):
     headers = {"Idempotency-Key": "once-only"}
-    one, two = (httpx.post(f"{server.url}/sandboxes", json={"templateID": "base"}, headers=headers) for _ in "ab")
+    one, two = (web.post(f"{server.url}/sandboxes", json={"templateID": "base"}, headers=headers) for _ in "ab")
     assert one.json()["sandboxID"] == two.json()["sandboxID"]
-    other = httpx.post(f"{server.url}/sandboxes", json={"templateID": "base", "timeout": 9}, headers=headers)
+    other = web.post(f"{server.url}/sandboxes", json={"templateID": "base", "timeout": 9}, headers=headers)
     assert other.status_code == 409
-    httpx.delete(f"{server.url}/sandboxes/{one.json()['sandboxID']}")
+    web.delete(f"{server.url}/sandboxes/{one.json()['sandboxID']}")
 
 
 def test_more_than_the_quotas_is_refused_until_something_ends(serve, tmp_path):
     settings = Server(folder=tmp_path / "s", port=0, backend="process", unsafe=True, quotas=Quotas(sandboxes=1))
     with serve(settings, ProcessBackend(tmp_path / "m", unsafe=True)) as small:
-        first = httpx.post(f"{small.url}/sandboxes", json={"templateID": "base"}).json()["sandboxID"]
-        refused = httpx.post(f"{small.url}/sandboxes", json={"templateID": "base"})
+        first = web.post(f"{small.url}/sandboxes", json={"templateID": "base"}).json()["sandboxID"]
+        refused = web.post(f"{small.url}/sandboxes", json={"templateID": "base"})
         assert refused.status_code == 429
         assert "quota sandboxes" in refused.json()["message"]
-        httpx.delete(f"{small.url}/sandboxes/{first}")
-        assert httpx.post(f"{small.url}/sandboxes", json={"templateID": "base"}).status_code == 201
+        web.delete(f"{small.url}/sandboxes/{first}")
+        assert web.post(f"{small.url}/sandboxes", json={"templateID": "base"}).status_code == 201
 
 
 def test_a_server_that_ends_finds_its_sandboxes_again(serve, tmp_path):
     settings = Server(folder=tmp_path / "s", port=0, backend="process", unsafe=True)
     with serve(settings, ProcessBackend(tmp_path / "m", unsafe=True)) as first:
-        told = httpx.post(f"{first.url}/sandboxes", json={"templateID": "base"}).json()
-        httpx.post(f"{first.url}/files?path=kept", content=b"here", headers=aimed(told)).raise_for_status()
+        told = web.post(f"{first.url}/sandboxes", json={"templateID": "base"}).json()
+        web.post(f"{first.url}/files?path=kept", content=b"here", headers=aimed(told)).raise_for_status()
     with serve(settings, ProcessBackend(tmp_path / "m", unsafe=True)) as second:
         at = f"{second.url}/sandboxes/{told['sandboxID']}"
-        assert httpx.get(at).json()["state"] == "paused"
-        again = httpx.post(f"{at}/connect", json={"timeout": 60})
+        assert web.get(at).json()["state"] == "paused"
+        again = web.post(f"{at}/connect", json={"timeout": 60})
         assert again.status_code == 201
         assert again.json()["envdAccessToken"] == told["envdAccessToken"]
-        assert httpx.get(f"{second.url}/files?path=kept", headers=aimed(told)).text == "here"
+        assert web.get(f"{second.url}/files?path=kept", headers=aimed(told)).text == "here"
 
 
 def test_a_booted_machine_becomes_the_next_clients(serve, tmp_path):
@@ -214,16 +215,18 @@ def test_a_booted_machine_becomes_the_next_clients(serve, tmp_path):
         folder=tmp_path / "s", port=0, backend="process", unsafe=True, templates={"base": Template(warm=1)}
     )
     with serve(settings, ProcessBackend(tmp_path / "m", unsafe=True)) as warm:
-        for _ in range(600):
-            (held,) = warm.plane.host.sandboxes() or [None]
-            if held is not None:
-                break
-        assert httpx.get(f"{warm.url}/v2/sandboxes").json() == []
+        deadline = time.monotonic() + 120
+        while not warm.plane.warm.count():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        (held,) = warm.plane.host.sandboxes()
+        assert web.get(f"{warm.url}/v2/sandboxes").json() == []
         wish = {"templateID": "base", "envVars": {"A": "mine"}, "metadata": {"for": "me"}}
-        told = httpx.post(f"{warm.url}/sandboxes", json=wish).json()
+        told = web.post(f"{warm.url}/sandboxes", json=wish).json()
+        assert told["sandboxID"] == held.id
         result = warm.call(warm.plane.find(told["sandboxID"]).exec('echo "$A"'))
         assert result.stdout == b"mine\n"
-        listed = httpx.get(f"{warm.url}/v2/sandboxes").json()
+        listed = web.get(f"{warm.url}/v2/sandboxes").json()
         assert [one["metadata"] for one in listed] == [{"for": "me"}]
 
 
@@ -279,18 +282,18 @@ def test_what_was_written_before_the_first_client_listens_is_not_lost(hosting, t
 def test_a_sandbox_on_its_way_out_is_gone_for_its_clients(serve, tmp_path):
     backend = ProcessBackend(tmp_path / "machines", unsafe=True)
     with serve(Server(folder=tmp_path / "state", port=0, backend="process", unsafe=True), backend) as server:
-        made = httpx.post(f"{server.url}/v2/sandboxes", json={"templateID": "base"}, timeout=60).json()
+        made = web.post(f"{server.url}/v2/sandboxes", json={"templateID": "base"}).json()
         sandbox = server.plane.find(made["sandboxID"])
         sandbox.record.status = "killing"
         at = f"{server.url}/sandboxes/{sandbox.id}"
-        assert httpx.get(at).status_code == 404
-        assert httpx.post(f"{at}/pause", json={}).status_code == 404
+        assert web.get(at).status_code == 404
+        assert web.post(f"{at}/pause", json={}).status_code == 404
         assert (
-            httpx.get(
+            web.get(
                 f"{server.url}/health", headers={"E2B-Sandbox-Id": sandbox.id, "E2B-Sandbox-Port": "49983"}
             ).status_code
             == 502
         )
-        assert httpx.get(f"{server.url}/v2/sandboxes").json() == []
+        assert web.get(f"{server.url}/v2/sandboxes").json() == []
         sandbox.record.status = "running"
-        assert httpx.get(at).status_code == 200
+        assert web.get(at).status_code == 200
