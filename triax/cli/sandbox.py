@@ -298,9 +298,12 @@ def _finish(work: "Coroutine[Any, Any, Any]") -> Any:
 def _ask(url: str, key_file: Path | None, body: Any) -> Any:
     from triax.sandbox.backend.remote import RemoteBackend
     from triax.sandbox.backend.remote_calls import Service
-    from triax.sandbox.server.access import read_keys
 
-    key = None if key_file is None else read_keys(key_file)[0]
+    key = None
+    if key_file is not None:
+        from triax.sandbox.server.access import read_keys
+
+        key = read_keys(key_file)[0]
 
     async def run() -> Any:
         service = Service(url, key)

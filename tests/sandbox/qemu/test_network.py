@@ -75,10 +75,12 @@ def test_rules_hold_names_and_the_addresses_they_have():
     assert not rules.allow("example.net", ip_address("93.184.216.34"))
     assert not rules.allow("evil-example.org", ip_address("93.184.216.34"))
     # a listed name that points into the host's own networks leads nowhere
-    for inner in ("127.0.0.1", "10.0.0.1", "169.254.169.254", "::1", "192.168.0.1"):
+    plain = ("127.0.0.1", "10.0.0.1", "169.254.169.254", "::1", "192.168.0.1", "224.0.0.1", "ff02::1")
+    for inner in (*plain, "::ffff:10.0.0.1", "::10.0.0.1", "64:ff9b::a9fe:a9fe", "2002:a00:1::1"):
         assert not rules.allow("example.org", ip_address(inner))
         assert not Rules(Network(allow_internet=True)).allow("x", ip_address(inner))
     assert Rules(Network(allow_internet=True)).allow("x", ip_address("1.1.1.1"))
+    assert Rules(Network(allow_internet=True)).allow("x", ip_address("64:ff9b::101:101"))
     with pytest.raises(SandboxError, match="no host name"):
         Rules(Network(allow_out=("no name",)))
 

@@ -22,6 +22,9 @@ HEAD_LIMIT = 64 * 1024
 CONNECT_S = 20.0
 HEAD_S = 60.0
 
+TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
+"""What gateways between the two versions of IP take for an address of version 4 (RFC 6052)."""
+
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -58,11 +61,21 @@ class Rules:
         if any(address in network for network in self.networks if network.version == address.version):
             return True
         # a name that points into the host's own networks would lead past every rule
-        if not address.is_global:
+        if not _is_public(address):
             return False
         name = name.lower().rstrip(".")
         listed = any(name == wanted or (wanted.startswith("*.") and name.endswith(wanted[1:])) for wanted in self.names)
         return self.everything or listed
+
+
+def _is_public(address: Address) -> bool:
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour
+        if address in TRANSLATED:
+            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        if inner is not None:  # a gateway would carry it there
+            return _is_public(inner)
+    return address.is_global and not (address.is_multicast or address.is_reserved)
 
 
 class Egress:
