@@ -27,8 +27,7 @@ web = httpx.Client(timeout=120, limits=httpx.Limits(max_keepalive_connections=0)
 
 
 def until(look):
-    """Ask until the answer is true, and return it; the limit ends what hangs, and claims no speed."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 120  # it ends what hangs, and claims no speed
     while not (found := look()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
