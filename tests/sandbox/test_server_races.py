@@ -4,7 +4,7 @@ import asyncio
 
 import httpx
 import pytest
-from e2b import Sandbox, SandboxState, TimeoutException
+from e2b import AsyncSandbox, Sandbox, SandboxState, TimeoutException
 
 from triax.config.sandbox import Quotas, Server
 from triax.errors import SandboxError
@@ -45,6 +45,11 @@ async def reached(sandbox, status):
     async with asyncio.timeout(5):
         while sandbox.status != status:
             await asyncio.sleep(0)
+
+
+async def server_suspends(server, sandbox_id):
+    """Put a sandbox away as its time limit would."""
+    await asyncio.to_thread(server.call, server.plane.find(sandbox_id).suspend())
 
 
 def refusals(answers):
@@ -159,3 +164,18 @@ def test_a_command_that_runs_as_the_time_ends_breaks_off_with_the_reason(server)
         sandbox.commands.run("sleep 30", timeout=60)
     assert sandbox.get_info().state == SandboxState.PAUSED
     sandbox.kill()
+
+
+def test_who_watches_a_folder_is_told_that_its_sandbox_was_stopped(server):
+    async def run():
+        sandbox = await AsyncSandbox.create(**server.options)
+        ended = asyncio.get_running_loop().create_future()
+        await sandbox.files.make_dir("seen")
+        await sandbox.files.watch_dir("seen", on_event=lambda event: None, on_exit=ended.set_result, timeout=0)
+        await server_suspends(server, sandbox.sandbox_id)
+        await AsyncSandbox.connect(sandbox.sandbox_id, **server.options)
+        await sandbox.files.list("seen")
+        assert isinstance(await asyncio.wait_for(ended, 10), Exception)
+        await sandbox.kill()
+
+    asyncio.run(run())

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from triax.errors import SandboxError
 from triax.sandbox.protocol import Entry
 
 INTERVAL_S = 0.2
@@ -102,10 +103,13 @@ class Watcher:
                 raise self._failure
 
     async def close(self) -> None:
-        """Stop watching."""
+        """Stop watching; who follows is told, and hears no silence that means nothing."""
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
+        if self._failure is None:
+            self._failure = SandboxError("watch: the sandbox was stopped; connect to it and watch anew", status=503)
+        self._news.set()
 
     async def _run(self) -> None:
         try:
