@@ -92,6 +92,9 @@ def test_check_names_the_kind_of_recipe(triax):
 def test_show_without_a_name_lists_what_is_shipped(triax):
     names = [line.split()[0] for line in triax("recipe", "show")[1].splitlines()]
     assert {"nano", "tiny", "small", "k3", "kimi-linear", "k2", "moonlight"} <= set(names)
+    told = json.loads(triax("recipe", "show", "--json")[1])
+    assert list(told) == names
+    assert "2.78 T parameters" in told["k3"]
 
 
 def test_show_tells_where_an_override_came_from(triax):
@@ -159,6 +162,26 @@ def test_a_file_that_is_cut_short_does_not_bury_the_summary(triax, tmp_path):
     assert f"{missing} missing:" in out
     assert f"  … and {missing - 20} more; `--json` lists all" in out
     assert len(out.splitlines()) < 40
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "fp8", "int4"])
+def test_training_in_a_format_of_packed_weights_is_refused(triax, form):
+    status, out, err = triax("recipe", "check", "nano", f"train.precision={form}")
+    assert (status, out) == (2, "")
+    assert f"found `{form}`" in err
+
+
+def test_packed_weights_take_the_memory_of_plain_ones_once_loaded(triax, tmp_path):
+    from triax.checkpoint.load import load_released
+    from triax.checkpoint.released import save_released
+    from triax.config.load import load_model
+    from triax.model.decoder import Decoder
+
+    save_released(Decoder(load_model("nano")), tmp_path / "plain")
+    assert triax("convert", tmp_path / "plain", tmp_path / "packed", "--to", "mxfp4")[0] == 0
+    plain, packed = (load_released(tmp_path / name) for name in ("plain", "packed"))
+    sizes = [{name: tensor.nbytes for name, tensor in model.state_dict().items()} for model in (plain, packed)]
+    assert sizes[0] == sizes[1]
 
 
 def test_a_long_look_at_numbers_tells_how_much_is_left(triax, tmp_path, monkeypatch):

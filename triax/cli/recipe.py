@@ -23,8 +23,8 @@ def show(
     from triax.config.load import load_either, purpose, recipe_names
 
     if recipe is None:
-        for name in recipe_names():
-            print(f"{name:<16}{purpose(name)}")
+        shipped = {name: purpose(name) for name in recipe_names()}
+        print(json.dumps(shipped, indent=1) if as_json else "\n".join(f"{n:<16}{text}" for n, text in shipped.items()))
         return
     loaded = load_either(recipe, settings or ())
     print(json.dumps(show.as_json(loaded), indent=1) if as_json else show.as_toml(loaded))
