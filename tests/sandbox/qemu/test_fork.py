@@ -4,14 +4,14 @@ import time
 from triax.sandbox.backend.qemu.saving import join_memory
 
 
-def test_children_go_on_where_the_source_was_and_never_see_each_other(in_lab, said):
+def test_children_go_on_where_the_source_was_and_never_see_each_other(in_lab, said, content, until, grows):
     async def test(lab):
         machine = await lab.create()
         await said(machine, "echo common > /root/file; echo secret > /dev/shm/memory")
         await machine.start(
             "i=0; while true; do i=$((i+1)); echo $i > /tmp/new; mv /tmp/new /tmp/count; sleep 0.05; done"
         )
-        await asyncio.sleep(0.4)
+        await until(lambda: content(machine, "/tmp/count"))
         children = await lab.fork(machine, "one", "two", "three")
         await said(machine, "echo source > /root/file; echo source > /dev/shm/memory; sync")
         for child in children:
@@ -21,10 +21,9 @@ def test_children_go_on_where_the_source_was_and_never_see_each_other(in_lab, sa
         for child in children:
             assert await said(child, "cat /root/file /dev/shm/memory") == f"{child.id}\n{child.id}"
         assert await said(machine, "cat /root/file /dev/shm/memory") == "source\nsource"
-        counts = [int(await said(each, "cat /tmp/count")) for each in (machine, *children)]
-        await asyncio.sleep(0.5)
-        later = [int(await said(each, "cat /tmp/count")) for each in (machine, *children)]
-        assert all(now > before for now, before in zip(later, counts, strict=True))
+        for each in (machine, *children):
+            before = int(await said(each, "cat /tmp/count"))
+            assert int(await grows(each, "/tmp/count")) > before
 
     in_lab(test)
 
@@ -59,7 +58,7 @@ def test_every_child_has_entropy_names_and_credentials_of_its_own(in_lab, said):
     in_lab(test)
 
 
-def test_hooks_run_before_any_process_goes_on(in_lab, said):
+def test_hooks_run_before_any_process_goes_on(in_lab, said, content, until):
     async def test(lab):
         machine = await lab.create()
         await machine.write(
@@ -69,7 +68,7 @@ def test_hooks_run_before_any_process_goes_on(in_lab, said):
         )
         await said(machine, "(while true; do cat /run/seed >> /tmp/seen; sleep 0.01; done) >/dev/null 2>&1 &")
         (child,) = await lab.fork(machine, "child")
-        await asyncio.sleep(0.3)
+        await until(lambda: content(child, "/tmp/seen"))
         seen = await said(child, "cat /run/seed; echo; cat /tmp/seen | tr -s '\\n'")
         assert seen.startswith("child-1\n")
         # the loop never read between its wake-up and the new seed
@@ -78,13 +77,16 @@ def test_hooks_run_before_any_process_goes_on(in_lab, said):
     in_lab(test)
 
 
-def test_a_fork_of_a_fork_while_a_process_writes(in_lab, said):
+def test_a_fork_of_a_fork_while_a_process_writes(in_lab, content, until):
     async def test(lab):
         machine = await lab.create()
         await machine.start("i=0; while true; do i=$((i+1)); echo $i >> /root/log; done")
-        await asyncio.sleep(0.3)
+
+        async def has_written(one):
+            return len(await content(one, "/root/log")) > 30
+
+        await until(lambda: has_written(machine))
         (child,) = await lab.fork(machine, "child")
-        await asyncio.sleep(0.3)
         (grandchild,) = await lab.fork(child, "grandchild")
         for each in (machine, child, grandchild):
             lines = (await each.read("/root/log")).split(b"\n")[:-1]

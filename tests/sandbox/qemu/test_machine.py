@@ -41,31 +41,27 @@ def test_large_input_and_output_arrive_whole_and_floods_are_cut(in_lab):
     in_lab(test)
 
 
-def test_a_command_over_its_limit_ends_with_all_it_started_and_nothing_else(in_lab, said):
+def test_a_command_over_its_limit_ends_with_all_it_started_and_nothing_else(in_lab, said, grows):
     async def test(lab):
         machine = await lab.create()
-        await said(machine, "(while true; do date +%s > /tmp/other; sleep 0.1; done) >/dev/null 2>&1 &")
-        begun = time.monotonic()
-        result = await machine.exec("(sh -c 'setsid sleep 47' &) ; sleep 47", timeout_s=0.5)
+        await said(machine, "(while true; do echo x >> /tmp/other; sleep 0.1; done) >/dev/null 2>&1 &")
+        result = await machine.exec("(sh -c 'setsid sleep 4700' &) ; sleep 4700", timeout_s=0.5)
         assert (result.outcome, result.signal) == ("timeout", 9)
-        assert time.monotonic() - begun < 5
-        assert "sleep 47" not in await said(machine, "ps")
-        before = await said(machine, "cat /tmp/other")
-        await asyncio.sleep(1.2)
-        assert await said(machine, "cat /tmp/other") != before
+        assert "sleep 4700" not in await said(machine, "ps")
+        await grows(machine, "/tmp/other")
 
     in_lab(test)
 
 
-def test_a_background_process_does_not_hold_its_command_up(in_lab, said):
+def test_a_background_process_does_not_hold_its_command_up(in_lab, content, until):
     async def test(lab):
         machine = await lab.create()
-        begun = time.monotonic()
-        result = await machine.exec("echo started; (sleep 1; echo late; touch /tmp/done) &")
-        assert result.stdout == b"started\n"
-        assert time.monotonic() - begun < 0.9
-        await asyncio.sleep(1.5)
-        assert await said(machine, "ls /tmp/done") == "/tmp/done"
+        behind = "(until [ -e /tmp/go ]; do sleep 0.1; done; echo late; echo x > /tmp/done) &"
+        result = await machine.exec(f"echo started; {behind}", timeout_s=120)
+        assert (result.outcome, result.stdout) == ("ok", b"started\n")
+        assert await content(machine, "/tmp/done") == b""
+        await machine.write("/tmp/go", b"")
+        await until(lambda: content(machine, "/tmp/done"))
 
     in_lab(test)
 
@@ -233,44 +229,50 @@ def test_an_idle_guest_uses_no_processor(in_lab):
     async def test(lab):
         machine = await lab.create()
         await machine.exec(["true"])
-        await asyncio.sleep(1.0)  # what the command left for the kernel to do
-        before = machine.emulator.cpu_s()
-        await asyncio.sleep(2.0)
-        assert machine.emulator.cpu_s() - before <= 0.04
+        used = []
+        while not used or used[-1] > 0.02:  # at first what the command left for the kernel to do
+            assert len(used) < 60, used
+            before = machine.emulator.cpu_s()
+            await asyncio.sleep(1.0)
+            used.append(machine.emulator.cpu_s() - before)
 
     in_lab(test)
 
 
-def test_a_pause_stops_time_and_the_clock_is_right_after_it(in_lab, said):
+def test_a_pause_stops_time_and_the_clock_is_right_after_it(in_lab, said, content, until, grows):
     async def test(lab):
         machine = await lab.create()
+        begun = time.monotonic()
         await said(machine, "(while true; do echo x >> /tmp/ticks; sleep 0.1; done) >/dev/null 2>&1 &")
-        await asyncio.sleep(0.4)
+        await until(lambda: content(machine, "/tmp/ticks"))
         sleeper = await machine.start(["sleep", "1"])
         await machine.pause()
+        ran = time.monotonic() - begun
         assert await machine.is_alive()
         await asyncio.sleep(3)
+        begun = time.monotonic()
         await machine.resume()
         ticks = len((await machine.read("/tmp/ticks")).split())
-        assert 1 <= ticks < 12
+        ran += time.monotonic() - begun
+        assert 1 <= ticks < 10 * ran + 3, "none of the three seconds was one for the guest"
         before = time.time()
         inside = float(
             await said(machine, "adjtimex | sed -n 's/.*time.tv_sec: *//p'") or await said(machine, "date +%s")
         )
         assert before - 1.2 < inside < time.time() + 0.2
-        assert (await asyncio.wait_for(sleeper.wait(), 5)).exit_code == 0
-        assert len((await machine.read("/tmp/ticks")).split()) > ticks
+        assert (await asyncio.wait_for(sleeper.wait(), 60)).exit_code == 0
+        await grows(machine, "/tmp/ticks")
 
     in_lab(test)
 
 
-def test_a_machine_whose_process_was_killed_says_so_and_never_hangs(in_lab):
+def test_a_machine_whose_process_was_killed_says_so_and_never_hangs(in_lab, content, until):
     async def test(lab):
         machine = await lab.create()
-        running = asyncio.ensure_future(machine.exec("echo begun; sleep 60"))
-        await asyncio.sleep(0.3)
+        running = asyncio.ensure_future(machine.exec("echo x > /tmp/begun; sleep 1000"))
+        await until(lambda: content(machine, "/tmp/begun"))
         machine.emulator.process.kill()
-        result = await asyncio.wait_for(running, 5)
+        result = await asyncio.wait_for(running, 60)
         assert result.outcome == "infrastructure"
         assert not await machine.is_alive()
         with pytest.raises(SandboxError) as caught:

@@ -1,5 +1,4 @@
 import asyncio
-import time
 
 import pytest
 
@@ -85,13 +84,13 @@ def test_rules_hold_names_and_the_addresses_they_have():
         Rules(Network(allow_out=("no name",)))
 
 
-def test_an_exposed_port_leads_inside_and_survives_many_connections(in_lab):
+def test_an_exposed_port_leads_inside_and_survives_many_connections(in_lab, until):
     async def test(lab):
         machine = await lab.create()
         await machine.write("/www/index.html", b"inside" * 10000)
         await machine.start(["httpd", "-f", "-p", "8000", "-h", "/www"])
-        await asyncio.sleep(0.5)
         host, port = await machine.expose(8000)
+        await until(lambda: fetched(port))
         assert host == "127.0.0.1"
         for _ in range(3):
             assert (await fetched(port)).endswith(b"inside" * 10000)
@@ -104,24 +103,22 @@ def test_an_exposed_port_leads_inside_and_survives_many_connections(in_lab):
     in_lab(test)
 
 
-def test_connections_of_an_older_generation_are_not_used_again(in_lab):
+def test_connections_of_an_older_generation_are_not_used_again(in_lab, until):
     async def test(lab):
         machine = await lab.create()
         await machine.write("/www/index.html", b"inside")
         await machine.start(["httpd", "-f", "-p", "8000", "-h", "/www"])
-        await asyncio.sleep(0.5)
         _, port = await machine.expose(8000)
+        await until(lambda: fetched(port))
         reader, writer = await asyncio.open_connection("127.0.0.1", port)  # opened, and never asked anything
         assert (await fetched(port)).endswith(b"inside")
         for cycle in range(3):
             folder = lab.new_folder(f"cycle{cycle}")
             await machine.suspend(folder)
-            assert await asyncio.wait_for(reader.read(), 5) == b""
+            assert await asyncio.wait_for(reader.read(), 60) == b""
             machine = await lab.restore(folder, "source", cycle + 1)
             _, port = await machine.expose(8000)
-            begun = time.monotonic()
-            assert (await fetched(port)).endswith(b"inside")
-            assert time.monotonic() - begun < 5
+            assert (await asyncio.wait_for(fetched(port), 60)).endswith(b"inside")
         writer.close()
 
     in_lab(test)

@@ -1,7 +1,6 @@
 import asyncio
 import json
 import os
-import time
 
 import pytest
 
@@ -9,14 +8,14 @@ from triax.errors import SandboxError
 from triax.sandbox.backend.qemu import disk
 
 
-def test_a_suspended_machine_leaves_no_process_and_resumes_with_memory_and_files(in_lab, said):
+def test_a_suspended_machine_leaves_no_process_and_resumes_with_memory_and_files(in_lab, said, content, until, grows):
     async def test(lab):
         machine = await lab.create()
         await said(machine, "echo kept > /root/file")
         counter = await machine.start(
             "i=0; while true; do i=$((i+1)); echo $i > /tmp/new; mv /tmp/new /tmp/count; sleep 0.05; done"
         )
-        await asyncio.sleep(0.5)
+        await until(lambda: content(machine, "/tmp/count"))
         pid = machine.emulator.process.pid
         folder = lab.new_folder("suspended")
         await machine.suspend(folder)
@@ -25,8 +24,7 @@ def test_a_suspended_machine_leaves_no_process_and_resumes_with_memory_and_files
         assert (await counter.wait()).outcome == "infrastructure"
         at_rest = int((await (again := await lab.restore(folder, "source")).read("/tmp/count")).split()[0])
         assert await said(again, "cat /root/file") == "kept"
-        await asyncio.sleep(0.5)
-        assert int((await again.read("/tmp/count")).split()[0]) > at_rest
+        assert int((await grows(again, "/tmp/count")).split()[0]) > at_rest
         assert counter.pid in await again.processes()
         listener = await again.attach(counter.pid)
         await listener.kill(9)
@@ -76,9 +74,7 @@ def test_twenty_pauses_and_resumes_keep_a_connection_alive(in_lab, said):
         for _ in range(20):
             await machine.pause()
             await machine.resume()
-            begun = time.monotonic()
-            assert await said(machine, "echo on") == "on"
-            assert time.monotonic() - begun < 5
+            assert await asyncio.wait_for(said(machine, "echo on"), 60) == "on"
 
     in_lab(test)
 
@@ -176,14 +172,14 @@ def test_a_damaged_snapshot_is_refused_and_leaves_nothing_behind(in_lab, damage)
             whole = b"not a layer" + whole[11:]
         (folder / damage).write_bytes(whole[: len(whole) // 2])
         with pytest.raises(SandboxError) as caught:
-            await asyncio.wait_for(lab.restore(folder, "copy"), 30)
+            await asyncio.wait_for(lab.restore(folder, "copy"), 120)
         assert caught.value.kind == "infrastructure"
         assert os.listdir(lab.backend.root) == []
 
     in_lab(test)
 
 
-def test_a_snapshot_that_cannot_be_written_leaves_the_machine_running(in_lab, said):
+def test_a_snapshot_that_cannot_be_written_leaves_the_machine_running(in_lab, said, grows):
     async def test(lab):
         machine = await lab.create()
         await said(machine, "(while true; do echo x >> /tmp/ticks; sleep 0.02; done) >/dev/null 2>&1 &")
@@ -192,9 +188,7 @@ def test_a_snapshot_that_cannot_be_written_leaves_the_machine_running(in_lab, sa
         with pytest.raises(SandboxError):
             await machine.suspend(lab.folder / "nowhere")
         small = lab.new_folder("small")
-        ticks = int(await said(machine, "wc -l < /tmp/ticks"))
-        await asyncio.sleep(0.3)
-        assert int(await said(machine, "wc -l < /tmp/ticks")) > ticks
+        await grows(machine, "/tmp/ticks")
         await machine.snapshot(small)
         assert await said(await lab.restore(small, "copy"), "echo on") == "on"
 
@@ -209,7 +203,7 @@ def test_reaping_ends_machines_that_nobody_owns_and_no_other(in_lab, said):
         assert len(ended) == 1
         assert "orphan" in ended[0]
         assert sorted(os.listdir(lab.backend.root)) == ["kept"]
-        orphan.emulator.process.wait(5)
+        orphan.emulator.process.wait(60)
         assert not await orphan.is_alive()
         assert await said(kept, "echo on") == "on"
 
