@@ -262,7 +262,16 @@ def test_what_is_carried_in_and_out_stays_below_its_folder(kind, tmp_path):
             with pytest.raises(SandboxError, match="leads out"):
                 await download(sandbox, "/tmp/in", tmp_path / "back2")
             assert not (tmp_path / "back2").exists(), "nothing of it was kept"
-            await sandbox.exec("rm /tmp/in/out /tmp/in/deep/up; head -c 5000000 /dev/zero > /tmp/in/big")
+            # each of the two stays inside by its words, and the second leads out by way of the first
+            await sandbox.exec("cd /tmp/in; rm out deep/up; ln -s ../.. deep/er/top; ln -s deep/er/top/.. secret")
+            with pytest.raises(SandboxError, match=r"secret.*leads out"):
+                await download(sandbox, "/tmp/in", tmp_path / "back2")
+            await sandbox.exec("cd /tmp/in; rm secret; ln -s ../deep/er/../run.sh deep/winding")
+            with pytest.raises(SandboxError, match=r"winding.*leads out"):
+                await download(sandbox, "/tmp/in", tmp_path / "back2")
+            await sandbox.exec("rm /tmp/in/deep/winding")
+            assert await download(sandbox, "/tmp/in", tmp_path / "back2") == 4
+            await sandbox.exec("head -c 5000000 /dev/zero > /tmp/in/big")
             with pytest.raises(SandboxError, match="most_bytes"):
                 await download(sandbox, "/tmp/in", tmp_path / "back3", most_bytes=2**20)
 

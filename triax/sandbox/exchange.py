@@ -28,8 +28,8 @@ async def upload(sandbox: Sandbox, source: Path, destination: str) -> int:
         How many files and symlinks were copied.
 
     Raises:
-        SandboxError: A symlink leads out of the folder, or something is neither file, folder nor symlink; kind
-            `refused`, before anything is copied.
+        SandboxError: A symlink leads or may lead out of the folder, or something is neither file, folder nor symlink;
+            kind `refused`, before anything is copied.
     """
     if not source.is_dir():
         await _send(sandbox, source, destination)
@@ -83,7 +83,7 @@ async def download(sandbox: Sandbox, source: str, destination: Path, *, most_byt
         How many files and symlinks were copied.
 
     Raises:
-        SandboxError: It is too much, or a symlink or a name leads out of the folder; kind `refused`.
+        SandboxError: It is too much, or a symlink or a name leads or may lead out of the folder; kind `refused`.
     """
     if destination.exists():
         raise SandboxError(f"download {destination}: is there already; choose another name", "refused", status=409)
@@ -160,7 +160,10 @@ async def _send(sandbox: Sandbox, place: Path, path: str) -> None:
 
 
 def _leads_out(inside: str, target: str) -> bool:
+    """Whether a symlink leads, or may lead, out of the folder that it lies in, at the path `inside`."""
     if target.startswith("/"):
         return True
-    reached = posixpath.normpath(posixpath.join(posixpath.dirname(inside), target))
-    return reached == ".." or reached.startswith("../")
+    parts = [part for part in target.split("/") if part not in ("", ".")]
+    ups = next((place for place, part in enumerate(parts) if part != ".."), len(parts))
+    # above its own folder the way up is known; behind a name, which may be a symlink too, it is not
+    return ups > inside.count("/") or ".." in parts[ups:]
