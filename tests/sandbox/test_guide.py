@@ -33,7 +33,7 @@ def test_a_server_is_started_used_from_a_shell_and_ended(tmp_path):
             used = shell(re.sub(r"(triax sandbox \w+)", rf"\1 --url {url}", SHELL[2]), tmp_path)
         finally:
             server.terminate()
-            assert server.wait(60) == 0
+            assert server.wait(200) == 0
     assert used.returncode == 0, used.stderr
     assert used.stdout.startswith("draft\ndraft\n")
     assert "running" in used.stdout

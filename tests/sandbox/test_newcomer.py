@@ -7,7 +7,8 @@ import re
 import signal
 import subprocess
 import sys
-from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
+import time
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,13 @@ def test_a_folder_named_from_here_keeps_what_is_put_away(name, tmp_path, monkeyp
     assert asyncio.run(life()) == (b"kept", b"kept")
 
 
+def is_running(pid):
+    """Whether a process lives; one that ended may still be listed, as long as nobody asked how."""
+    with suppress(OSError):
+        return bool(Path("/proc", pid, "cmdline").read_bytes())
+    return False
+
+
 def test_gc_tells_what_a_killed_server_left_without_being_told_its_backend(tmp_path):
     with served(tmp_path) as (server, url):
         id = triax(tmp_path, "create", "--url", url).stdout.strip()
@@ -80,8 +88,8 @@ def test_gc_tells_what_a_killed_server_left_without_being_told_its_backend(tmp_p
     freed = triax(tmp_path, "gc")
     assert freed.returncode == 0, freed.stderr
     assert id in freed.stdout
-    process = Path("/proc", told.stdout.strip(), "cmdline")
-    assert not process.exists() or not process.read_bytes(), "it ended, though nobody may have asked how"
+    while is_running(told.stdout.strip()):  # it is told to end, and not waited for
+        time.sleep(0.05)
 
 
 def test_a_sandbox_that_was_lost_is_listed_as_lost_with_the_reason(tmp_path):
@@ -126,7 +134,7 @@ def test_input_is_passed_on_as_far_as_the_command_reads_it(tmp_path, command, sa
         "-c",
         command,
     ]
-    done = subprocess.run([TRIAX, *words], input=bytes(3_000_000), capture_output=True, timeout=60)
+    done = subprocess.run([TRIAX, *words], input=bytes(3_000_000), capture_output=True, timeout=200)
     assert (done.returncode, done.stdout, done.stderr) == (0, said, b"")
 
 
@@ -134,7 +142,7 @@ def test_a_terminal_where_nothing_is_typed_holds_no_command_up(tmp_path):
     words = ["sandbox", "run", "--backend", "process", "--unsafe", "-i", "--folder", tmp_path, "--", "echo", "done"]
     silent, speaking = os.pipe()
     try:
-        done = subprocess.run([TRIAX, *words], stdin=silent, capture_output=True, timeout=60)
+        done = subprocess.run([TRIAX, *words], stdin=silent, capture_output=True, timeout=200)
     finally:
         os.close(silent)
         os.close(speaking)
