@@ -114,6 +114,7 @@ class Link:
         """Whether requests go on to the engine; else they wait here."""
         self.is_open.set()
         self._boxes: dict[str, Mailbox] = {}
+        self._running: set[str] = set()  # in the engine; what it has told may still wait for a slow reader
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._context = zmq.asyncio.Context()
@@ -181,6 +182,7 @@ class Link:
             for request in requests:
                 self._send(wire.Add(request))
                 self._boxes[request.id] = box
+                self._running.add(request.id)
                 unfinished.add(request.id)
             while unfinished:
                 news = await box.take()
@@ -189,6 +191,7 @@ class Link:
         finally:
             for request in requests:
                 self._boxes.pop(request.id, None)
+                self._running.discard(request.id)
                 self.waiting.discard(request.id)
             for id_ in unfinished:
                 self.abort(id_)
@@ -214,7 +217,7 @@ class Link:
                 await self.ask("resume", timeout_s)  # what an earlier pause has frozen would never end
             if mode != "keep":
                 async with asyncio.timeout(timeout_s):
-                    while self._boxes:
+                    while self._running:
                         await asyncio.sleep(0.01)
             await self.ask("pause", timeout_s, mode="keep")
         except BaseException:
@@ -325,6 +328,7 @@ class Link:
         match message:
             case wire.News(updates):
                 self._vain = 0
+                self._running.difference_update([update.id for update in updates if update.finish_reason is not None])
                 for update in updates:
                     if (box := self._boxes.get(update.id)) is not None:
                         self.waiting.discard(update.id)
@@ -345,6 +349,7 @@ class Link:
                     self.facts = replace(self.facts, weight_version=self._version)
                 self._change("ready")
             case wire.Refused(id_, kind, text):
+                self._running.discard(id_)
                 if (box := self._boxes.get(id_)) is not None:
                     box.fail(Refusal(kind, text))
             case wire.Answer(number, value, kind, text):
@@ -369,6 +374,7 @@ class Link:
             self.num_deaths += 1
             log.error("engine: its process ended; found %s; it is started again", found)
         lost = EngineLost(f"engine: its process ended; found {found}; the server restarts it: send the request again")
+        self._running.clear()
         for box in set(self._boxes.values()):
             box.fail(lost)
         for answer in self._asked.values():

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import socket
 import time
 
 import pytest
@@ -112,3 +113,30 @@ def test_a_choice_that_met_its_stop_string_costs_nothing_while_others_go_on(serv
         time.sleep(0.01)
     assert now == before + 1
     stream.close()
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_a_pause_does_not_wait_for_a_client_that_does_not_read(start, mode):
+    served = start('http.admin_keys=["admin"]')
+    name = served.script("long", "x" * 3000, per_step=100)
+    body = {
+        "model": "m",
+        "prompt": name,
+        "stream": True,
+        "ignore_eos": True,
+        "max_tokens": 3000,
+        "logprobs": 20,
+        "n": 8,
+    }
+    text = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(text)}"
+    with socket.create_connection(("127.0.0.1", int(served.url.rsplit(":", 1)[1]))) as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        deaf.sendall(head.encode() + b"\r\n\r\n" + text)
+        for _ in range(600):
+            if served.get("/v1/cache").json()["sent"] > 20_000:
+                break
+            time.sleep(0.05)
+        response = served.post("/admin/pause", {"mode": mode}, headers={"authorization": "Bearer admin"}, timeout=30)
+        assert response.status_code == 200
+        assert served.get("/metrics").text.split("\ntriax_active_requests ")[1].split()[0] != "0.0", "it still waits"
