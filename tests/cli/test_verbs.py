@@ -164,6 +164,29 @@ def test_a_file_that_is_cut_short_does_not_bury_the_summary(triax, tmp_path):
     assert len(out.splitlines()) < 40
 
 
+@pytest.mark.parametrize("verb", ["verify", "inspect"])
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("absent", "is no folder of weights; found nothing; name one"),
+        ("file", "is no folder of weights; found a file; name one"),
+        ("run", "found `recipe.json`; for released weights write `triax convert"),
+        ("run/checkpoints/step-1", "found `manifest.json`; for released weights write `triax convert"),
+        ("empty", "config.json: not found"),
+    ],
+)
+def test_what_is_no_folder_of_weights_is_told_by_what_it_is(triax, tmp_path, verb, name, told):
+    (tmp_path / "run" / "checkpoints" / "step-1").mkdir(parents=True)
+    (tmp_path / "run" / "recipe.json").touch()
+    (tmp_path / "run" / "checkpoints" / "step-1" / "manifest.json").touch()
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    status, out, err = triax("checkpoint", verb, tmp_path / name)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"error: {tmp_path / name}")
+    assert told in err
+
+
 @pytest.mark.parametrize("form", ["mxfp4", "fp8", "int4"])
 def test_training_in_a_format_of_packed_weights_is_refused(triax, form):
     status, out, err = triax("recipe", "check", "nano", f"train.precision={form}")
