@@ -91,15 +91,27 @@ def exactly_from_raw(*x):
 @pytest.mark.skipif(ON_GPU, reason="the kernels are compiled here; the gpu tests run them")
 # Above the diagonal products may be infinite, and are selected away.
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-@pytest.mark.parametrize("anchored", [1, 16])
 @pytest.mark.parametrize(
-    ("kind", "lengths"),
-    [(-9.0, (1, 0, 66)), (-12.0, (66,)), (-100.0, (66,)), ("mixed", (1, 0, 66)), ("walls", (1, 0, 66))],
+    ("kind", "lengths", "channels", "anchored"),
+    [
+        *(
+            (kind, lengths, 32, anchored)
+            for kind, lengths in (
+                (-9.0, (1, 0, 66)),
+                (-12.0, (66,)),
+                (-100.0, (66,)),
+                ("mixed", (1, 0, 66)),
+                ("walls", (1, 0, 66)),
+            )
+            for anchored in (1, 16)
+        ),
+        ("mixed", (9,), 256, 1),
+    ],
 )
-def test_interpreted_kernels_hold_unbounded_gates_in_either_tile(kind, lengths, anchored):
+def test_interpreted_kernels_hold_unbounded_gates_in_either_tile(kind, lengths, channels, anchored):
     from triax.kernels.kda import flash
 
-    x = inputs(lengths, 1, 32, 32, kind)
+    x = inputs(lengths, 1, channels, 32, kind)
 
     def operation(*y):
         return flash.kda_flash(*y[:6], list(y[6]), [], anchored, True)
@@ -124,7 +136,7 @@ def assert_below_the_bars(found, expected, kind):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("channels", "width"), [(128, 128), (64, 64)])
+@pytest.mark.parametrize(("channels", "width"), [(128, 128), (64, 64), (256, 128)])
 @pytest.mark.parametrize(("lengths", "heads"), [((1, 0, 200, 65), 3), ((512,), 2)])
 def test_errors_under_extreme_gates_stay_below_the_bars(kind, channels, width, lengths, heads):
     x = inputs(lengths, heads, channels, width, kind, torch.bfloat16, "cuda")

@@ -1,20 +1,15 @@
 """The GPU kernels of KDA: interpreted in fp32 on a CPU, compiled for sm_90 without a GPU, and run where one is."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 import warnings
 from itertools import accumulate
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from triax.errors import UnsupportedError
-from triax.kernels.kda import kda, reference
+from triax.kernels.kda import kda, reference, segment_map
 
 pytest.importorskip("triton", reason="Triton is installed on x86 Linux only")
 ON_GPU = torch.cuda.is_available()
@@ -80,6 +75,8 @@ def errors(flash, x, lengths, states_at, lowest):
         ("repeated", (130,), 32, 32, (64,)),
         ("fastest", (65,), 32, 64, (64,)),
         ("unbounded", (40, 66), 64, 32, (106,)),
+        ("repeated", (66, 0, 1), 256, 32, (64, 67)),
+        ("random", (5,), 256, 256, (5,)),
     ],
 )
 def test_interpreted_kernels_match_the_recurrence(flash, kind, lengths, channels, width, states_at):
@@ -115,48 +112,6 @@ def test_a_head_size_without_a_kernel_is_refused_by_name(flash):
         flash.kda(*x, (0, 3))
 
 
-COMPILE = """
-import json, os, re, subprocess, sys, tempfile
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triax.kernels.kda import flash, flash_backward, flash_forward
-
-numbers = {"H", "T", "qt", "qh", "kt", "kh", "vt", "vh", "gt", "gh", "bt", "rt", "rh"}
-tables = {"first", "count", "runs", "run_first", "run_tokens", "run_chunk", "run_slot"}
-exact = {"decay", "ends", "state", "dends", "dstate", "db", "g", "dg", "beta"}
-common = {"K": 128, "V": 128, "BK": 32, "BV": 128, "ANCHORED": 32, "KEEP": True, "PRECISION": "tf32", "bh": 1}
-tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
-for kernel, warps, stages, anchored in (
-    (flash_forward.prepare, 4, 1, 32), (flash_forward.prepare, 4, 1, 16), (flash_forward.scan, 8, 2, 32),
-    (flash_backward.scan_back, 8, 2, 32), (flash_backward.gradients, 4, 1, 32), (flash_backward.gradients, 4, 1, 16),
-):
-    common["ANCHORED"] = anchored
-    signature, constants, aligned = {}, {}, {}
-    for place, name in enumerate(kernel.arg_names):
-        if name in common:
-            signature[name], constants[name] = "constexpr", common[name]
-            continue
-        signature[name] = (
-            "i32" if name in numbers else "*i32" if name in tables else "*fp32" if name in exact else "*bf16"
-        )
-        aligned[(place,)] = [["tt.divisibility", 16]]
-    with flash.assembler():
-        compiled = triton.compile(
-            ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned),
-            target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages},
-        )
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
-        sass = subprocess.run([tool, "--dump-sass", file.name], capture_output=True, text=True).stdout
-    registers, stack = map(int, re.search(r"REG:(\\d+) STACK:(\\d+)", usage).groups())
-    print(json.dumps({"name": f"{kernel.__name__} {anchored}", "registers": registers, "stack": stack,
-                      "shared": compiled.metadata.shared, "sass": sass}))
-"""
-
-
 def undefined_uniform_registers(sass):
     """Find uniform registers that are read before any instruction above has written them."""
     written, found = set(), []
@@ -175,33 +130,76 @@ def undefined_uniform_registers(sass):
     return found
 
 
+NUMBERS = ("H", "T", "qt", "qh", "kt", "kh", "vt", "vh", "gt", "gh", "bt", "rt", "rh")
+TABLES = ("first", "count", "runs", "run_first", "run_tokens", "run_chunk", "run_slot")
+EXACT = ("decay", "ends", "state", "dends", "dstate", "db", "g", "dg", "beta")
+
+
+def to_compile(flash, kernel, dtype, channels, anchored=32):
+    """What the `hopper` fixture takes, of a kernel as it is launched for many heads with values of 128."""
+    cut = flash._launch(*inputs((1,), 1, channels, 128, "random", dtype)[:5], 100, wide=True)
+    walks = kernel.__name__.startswith("scan")
+    numbers = {
+        "K": channels, "BK": cut.state_piece if walks else cut.channel_tile, "V": 128, "BV": cut.value_tile,
+        "ANCHORED": anchored, "KEEP": True, "PRECISION": cut.precision, "bh": 1,
+    }  # fmt: skip
+    kinds = dict.fromkeys(kernel.arg_names, "*bf16" if dtype == torch.bfloat16 else "*fp32")
+    kinds |= dict.fromkeys(NUMBERS, "i32") | dict.fromkeys(TABLES, "*i32") | dict.fromkeys(EXACT, "*fp32")
+    warps, stages = (cut.scan_warps, cut.stages) if walks else (4, 1)
+    return {
+        "module": kernel.fn.__module__, "kernel": kernel.__name__, "types": kinds,
+        "constants": {name: n for name, n in numbers.items() if name in kernel.arg_names},
+        "options": {"num_warps": warps, "num_stages": stages},
+    }  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def compiled():
-    """Compile every kernel for sm_90, in a process in which nothing is interpreted."""
-    environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
-    root = str(Path(__file__).parents[2])
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPILE], env=environment, cwd=root, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    return {x["name"]: x for x in map(json.loads, run.stdout.splitlines())}
+def compiled(hopper, flash):
+    """Compile the bf16 kernels for sm_90: all for keys of 128, and the walks for keys of 256."""
+    wanted = {
+        f"{kernel.__name__} {channels} {anchored}": to_compile(flash, kernel, torch.bfloat16, channels, anchored)
+        for kernel, channels, anchored in (
+            (flash.prepare, 128, 32), (flash.prepare, 128, 16), (flash.scan, 128, 32), (flash.scan_back, 128, 32),
+            (flash.gradients, 128, 32), (flash.gradients, 128, 16), (flash.scan, 256, 32), (flash.scan_back, 256, 32),
+        )
+    }  # fmt: skip
+    return dict(zip(wanted, hopper(list(wanted.values())), strict=True))
 
 
 @pytest.mark.kernel
 def test_kernels_compile_for_hopper_to_its_own_matrix_instructions(compiled):
-    assert len(compiled) == 6
-    for name, kernel in compiled.items():
-        assert kernel["sass"].count("HGMMA") >= 20, name
-        assert " HMMA" not in kernel["sass"], name
-        assert kernel["registers"] <= 255, name
-        assert kernel["shared"] <= 227 * 1024, name
-    assert compiled["prepare 32"]["stack"] == 0  # bytes of registers spilled; the others spill some, see the record
+    ours = {name: kernel for name, kernel in compiled.items() if " 128 " in name}
+    assert len(ours) == 6
+    for name, kernel in ours.items():
+        assert kernel.sass.count("HGMMA") >= 20, name
+        assert " HMMA" not in kernel.sass, name
+        assert kernel.registers <= 255, name
+        assert kernel.shared <= 227 * 1024, name
+    assert compiled["prepare 128 32"].stack == 0  # bytes of registers spilled; the others spill some, see the record
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("kernel", ["scan", "scan_back"])
+def test_walks_of_keys_of_256_compile_for_hopper_without_spilling(compiled, kernel):
+    walk = compiled[f"{kernel} 256 32"]
+    assert walk.stack == 0
+    assert walk.shared <= 227 * 1024
+    assert walk.sass.count("HMMA") >= 100  # 32 rows are too few for Hopper's own
+
+
+@pytest.mark.soak
+def test_walks_of_keys_of_256_compile_in_fp32_with_few_registers_spilled(hopper, flash):
+    kernels = [to_compile(flash, kernel, torch.float32, 256) for kernel in (flash.scan, flash.scan_back)]
+    for walk in hopper(kernels):
+        assert walk.stack <= 160
+        assert walk.shared <= 227 * 1024
+        assert undefined_uniform_registers(walk.sass) == []
 
 
 @pytest.mark.kernel
 def test_the_assembler_reads_no_register_that_nobody_wrote(compiled):
     for name, kernel in compiled.items():
-        assert undefined_uniform_registers(kernel["sass"]) == [], name
+        assert undefined_uniform_registers(kernel.sass) == [], name
 
 
 def test_an_unwritten_uniform_register_would_be_found():
@@ -215,7 +213,10 @@ BARS = {"repeated": (1.5e-2, 2e-2)}
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["random", "slow", "repeated", "fastest", "unbounded"])
-@pytest.mark.parametrize(("heads", "channels", "width"), [(3, 128, 128), (70, 128, 128), (3, 64, 128), (3, 128, 32)])
+@pytest.mark.parametrize(
+    ("heads", "channels", "width"),
+    [(3, 128, 128), (70, 128, 128), (3, 64, 128), (3, 128, 32), (3, 256, 32), (70, 256, 64), (2, 256, 256)],
+)
 def test_errors_on_a_gpu_stay_below_the_bars(flash, kind, heads, channels, width):
     lengths, states_at = ((300, 0, 1, 211), (150, 300, 301)) if heads < 70 else ((200,), (100,))
     x = inputs(lengths, heads, channels, width, kind, torch.bfloat16, "cuda")
@@ -226,7 +227,7 @@ def test_errors_on_a_gpu_stay_below_the_bars(flash, kind, heads, channels, width
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("kind", "size"), [("slow", 128), ("repeated", 64), ("unbounded", 32)])
+@pytest.mark.parametrize(("kind", "size"), [("slow", 128), ("repeated", 64), ("unbounded", 32), ("repeated", 256)])
 def test_fp32_inputs_on_a_gpu_get_fp32_results(flash, kind, size):
     x = inputs((150, 1, 90), 2, size, size, kind, torch.float32, "cuda")
     found = errors(flash, x, (150, 1, 90), (100,), -5.0 if kind != "unbounded" else float("-inf"))
@@ -243,7 +244,7 @@ def test_autocast_on_a_gpu_chooses_bf16_products(flash):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("heads", "channels"), [(3, 128), (70, 128), (3, 32)])
+@pytest.mark.parametrize(("heads", "channels"), [(3, 128), (70, 128), (3, 32), (3, 256)])
 def test_inference_on_a_gpu_is_the_training_forward_bit_for_bit_every_time(flash, heads, channels):
     x = inputs((500, 3), heads, channels, channels, "slow", torch.bfloat16, "cuda")
     trained = flash.kda(*(t.requires_grad_() for t in x), (0, 500, 503), lowest_log_decay=-5.0)
@@ -266,6 +267,16 @@ def test_a_graph_replays_what_was_run(flash):
     captured.read.fill_(float("nan"))
     graph.replay()
     torch.testing.assert_close(captured.read, eager.read, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_maps_of_segments_with_keys_of_256_join_on_a_gpu_to_the_whole():
+    query, key, value, *gates, state = inputs((300,), 4, 256, 64, "slow", torch.bfloat16, "cuda")
+    query, key = query[:, :2], key[:, :2]
+    whole = kda(query, key, value, *gates, state, (0, 300), lowest_log_decay=-5.0).state
+    maps = segment_map(key, value, *gates, (0, 130, 300), lowest_log_decay=-5.0)
+    after = maps.keep[:1] @ state + maps.add[:1]
+    torch.testing.assert_close(maps.keep[1:] @ after + maps.add[1:], whole, rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.gpu

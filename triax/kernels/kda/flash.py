@@ -19,9 +19,11 @@ from triax.kernels.kda.reference import KdaResult, ungrouped
 
 CHUNK = 64
 LOWEST_ANCHORED = -5.0  # 16 steps from the middle of a tile of 32, e^80, are inside bf16's range
-SIZES = (32, 64, 128)
-WIDEST = 256
-"""Of values alone: their columns do not know of each other, so these are worked on in two halves."""
+SIZES = (32, 64, 128, 256)
+HALVED = 256
+"""Values of this width are worked on in two halves: their columns do not know of each other."""
+PIECEWISE = 256
+"""States with as many key channels are multiplied in pieces, or their operands would not fit in registers."""
 FEW_WALKS = 66  # half the multiprocessors of an H200
 
 
@@ -98,7 +100,7 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Say what of these inputs the kernels cannot take, if anything."""
     if torch.float64 in (query.dtype, key.dtype, value.dtype):
         return "dtype `float64`"
-    if key.shape[-1] not in SIZES or value.shape[-1] not in (*SIZES, WIDEST):
+    if key.shape[-1] not in SIZES or value.shape[-1] not in SIZES:
         return f"head sizes `{key.shape[-1]}` and `{value.shape[-1]}`"
     return None
 
@@ -137,10 +139,10 @@ def kda(
     reason = unsupported(query, key, value)
     if reason is not None:
         raise UnsupportedError(
-            f"kernels.kda.flash: no kernel for {reason}; head sizes are {SIZES}, for values {WIDEST} too, dtypes bf16 "
-            "and fp32; call `triax.kernels.kda.kda`, which falls back to the chunk form"
+            f"kernels.kda.flash: no kernel for {reason}; head sizes are {SIZES}, dtypes bf16 and fp32; "
+            "call `triax.kernels.kda.kda`, which falls back to the chunk form"
         )
-    if value.shape[2] == WIDEST:
+    if value.shape[2] == HALVED:
         states = (None, None) if state is None else state.chunk(2, 3)
         first, second = (
             kda(
@@ -173,6 +175,7 @@ class _Launch(NamedTuple):
     streams: tuple[Tensor, ...]
     precision: str
     value_tile: int
+    state_piece: int
     scan_warps: int
     stages: int
     channel_tile: int
@@ -186,13 +189,18 @@ def _launch(
     gates = tuple(_last_contiguous(x if x.dtype == torch.bfloat16 else x.float()) for x in (log_decay, beta))
     channels, width = key.shape[2], value.shape[2]
     exact = dtype == torch.float32
-    # One program for all values of a head reads its chunks once; with few walks, two fill more of the GPU.
-    value_tile = 128 if width == 128 and not exact and (wide or walks > FEW_WALKS) else min(width, 64)
+    if channels == PIECEWISE:  # compiled for sm_90, bf16 then spills no register and fp32 at most 40
+        value_tile, state_piece, scan_warps = (16, 32, 4) if exact else (32, 64, 8)
+    else:
+        # One program for all values of a head reads its chunks once; with few walks, two fill more of the GPU.
+        value_tile = 128 if width == 128 and not exact and (wide or walks > FEW_WALKS) else min(width, 64)
+        state_piece, scan_warps = channels, 8 if value_tile == 128 else 4
     return _Launch(
         (*streams, *gates),
         "tf32x3" if exact else "tf32",
         value_tile,
-        8 if value_tile == 128 else 4,
+        state_piece,
+        scan_warps,
         1 if exact else 2,
         min(channels, 32),
     )
@@ -283,7 +291,8 @@ def _flash(
     _run(
         scan, width // launch.value_tile * heads * sequences,
         values, betas, state, *table[2:7], *prepared, read, states, written, ends,
-        *_strides(values, betas, read), heads, channels, width, launch.value_tile, launch.precision, keep,
+        *_strides(values, betas, read),
+        heads, channels, launch.state_piece, width, launch.value_tile, launch.precision, keep,
         num_warps=launch.scan_warps, num_stages=launch.stages,
     )  # fmt: skip
     final = ends[:sequences].clone() if table.num_slots > sequences else ends
@@ -322,7 +331,7 @@ def _flash_backward(
     _run(
         scan_back, width // launch.value_tile * heads * sequences,
         d_read, d_ends, *table[2:7], *prepared, d_errors, d_states, d_state, *_strides(d_read),
-        heads, channels, width, launch.value_tile, launch.precision,
+        heads, channels, launch.state_piece, width, launch.value_tile, launch.precision,
         num_warps=launch.scan_warps, num_stages=launch.stages,
     )  # fmt: skip
     del prepared

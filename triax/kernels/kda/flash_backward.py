@@ -8,6 +8,8 @@ import triton.language as tl
 from triax.kernels.kda.flash_forward import (
     LOWEST,
     add_rows,
+    ahead,
+    at_use,
     binary_gates,
     crossing,
     since_middle,
@@ -21,7 +23,7 @@ from triax.kernels.kda.flash_forward import (
 def scan_back(
     dread, dends, runs, run_first, run_tokens, run_chunk, run_slot, Kt, Qt, Kh, M, X, decay, R, dS, dstate,
     rt, rh,
-    H, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+    H, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Walk one head of one sequence backwards; keeps the gradients of each chunk's last state and of its errors."""
     program = tl.program_id(0)
@@ -30,20 +32,27 @@ def scan_back(
     s = owner // H
     h = owner % H
     E: tl.constexpr = Kt.dtype.element_ty
-    c = tl.arange(0, K)
+    WHOLE: tl.constexpr = K == BK
+    c = tl.arange(0, BK)
     r = tl.arange(0, 64)
     cell = column[:, None] + c[None, :] * V
     rows = r[:, None] * K + c[None, :]
     square = r[:, None] * 64 + r[None, :]
     begin = tl.load(runs + s)
     end = tl.load(runs + s + 1)
-    G = tl.zeros((BV, K), tl.float32)
-    if begin == end:
-        G = tl.load(dends + owner * (K * V) + cell)
+    G = ()
+    for p in tl.static_range(0, K, BK):
+        piece = tl.zeros((BV, BK), tl.float32)
+        if begin == end:
+            piece = tl.load(dends + owner * (K * V) + (cell + p * V))
+        G += (piece,)
     for back in range(0, end - begin):
         run = end - 1 - back
         where = tl.load(run_slot + run).to(tl.int64)
-        G += tl.load(dends + (where * H + h) * (K * V) + cell)
+        after = G
+        G = ()
+        for p in tl.static_range(0, K, BK):
+            G += (after[p // BK] + tl.load(dends + (where * H + h) * (K * V) + (cell + p * V)),)
         start = tl.load(run_first + run).to(tl.int64)
         tokens = tl.load(run_tokens + run)
         chunk = tl.load(run_chunk + run).to(tl.int64)
@@ -55,21 +64,34 @@ def scan_back(
             on = r < tokens - j * 64
             place = dread + t * rt + h * rh + (r[:, None] * rt + column[None, :])
             D = tl.trans(tl.load(place, mask=on[:, None], other=0.0))
-            writes = tl.load(Kh + n * (64 * K) + rows)
-            reads = tl.load(M + n * (64 * 64) + square)
-            inverse = tl.load(X + n * (64 * 64) + square)
-            queries = tl.load(Qt + n * (64 * K) + rows)
-            keys = tl.load(Kt + n * (64 * K) + rows)
-            kept = tl.load(decay + n * K + c)
-            Ge = G.to(E)
-            tl.store(dS + n * (K * V) + (column[:, None] * K + c[None, :]), Ge)
-            dU = tl.dot(D, reads, input_precision=PRECISION)
-            dU = tl.dot(Ge, tl.trans(writes), dU, input_precision=PRECISION)
-            dR = tl.dot(dU.to(E), inverse, input_precision=PRECISION).to(E)
-            G = tl.dot(D, queries, G * kept[None, :], input_precision=PRECISION)
-            G = tl.dot(-dR, keys, G, input_precision=PRECISION)
+            writes = ()
+            queries = ()
+            keys = ()
+            kept = ()
+            Ge = ()
+            for p in tl.static_range(0, K, BK):
+                writes += (ahead(Kh + n * (64 * K) + (rows + p), WHOLE),)
+            reads = ahead(M + n * (64 * 64) + square, WHOLE)
+            inverse = ahead(X + n * (64 * 64) + square, WHOLE)
+            for p in tl.static_range(0, K, BK):
+                queries += (ahead(Qt + n * (64 * K) + (rows + p), WHOLE),)
+                keys += (ahead(Kt + n * (64 * K) + (rows + p), WHOLE),)
+                kept += (ahead(decay + n * K + (p + c), WHOLE),)
+                Ge += (G[p // BK].to(E),)
+                tl.store(dS + n * (K * V) + (column[:, None] * K + (p + c)[None, :]), Ge[p // BK])
+            dU = tl.dot(D, at_use(reads, WHOLE), input_precision=PRECISION)
+            for p in tl.static_range(0, K, BK):
+                dU = tl.dot(Ge[p // BK], tl.trans(at_use(writes[p // BK], WHOLE)), dU, input_precision=PRECISION)
+            dR = tl.dot(dU.to(E), at_use(inverse, WHOLE), input_precision=PRECISION).to(E)
+            after = G
+            G = ()
+            for p in tl.static_range(0, K, BK):
+                faded = after[p // BK] * at_use(kept[p // BK], WHOLE)[None, :]
+                faded = tl.dot(D, at_use(queries[p // BK], WHOLE), faded, input_precision=PRECISION)
+                G += (tl.dot(-dR, at_use(keys[p // BK], WHOLE), faded, input_precision=PRECISION),)
             tl.store(R + n * (64 * V) + (r[None, :] * V + column[:, None]), dR)
-    tl.store(dstate + owner * (K * V) + cell, G)
+    for p in tl.static_range(0, K, BK):
+        tl.store(dstate + owner * (K * V) + (cell + p * V), G[p // BK])
 
 
 @triton.jit

@@ -211,28 +211,47 @@ def prepare(
 
 @triton.jit
 @no_type_check
+def ahead(place, WHOLE: tl.constexpr):
+    """Read what a walk multiplies with a whole state before its products begin; with pieces of one `at_use` reads."""
+    return tl.load(place) if WHOLE else place
+
+
+@triton.jit
+@no_type_check
+def at_use(x, WHOLE: tl.constexpr):
+    """Return what `ahead` has read, or read it now: all pieces at once would wait in registers."""
+    return x if WHOLE else tl.load(x)
+
+
+@triton.jit
+@no_type_check
 def scan(
     v, beta, state, runs, run_first, run_tokens, run_chunk, run_slot, Kt, Qt, Kh, M, X, decay, out, states, Us, ends,
     vt, vh, bt, bh, rt, rh,
-    H, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr, KEEP: tl.constexpr,
+    H, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Walk one head of one sequence; the transposed state [BV, K] stays in registers, the left operand of products."""
+    """Walk one head of one sequence; the transposed state stays in registers, in pieces [BV, BK]: left operands."""
     program = tl.program_id(0)
     column = program % (V // BV) * BV + tl.arange(0, BV)
     owner = (program // (V // BV)).to(tl.int64)
     s = owner // H
     h = owner % H
     E: tl.constexpr = Kt.dtype.element_ty
-    c = tl.arange(0, K)
+    WHOLE: tl.constexpr = K == BK
+    c = tl.arange(0, BK)
     r = tl.arange(0, 64)
     cell = column[:, None] + c[None, :] * V
-    S = tl.load(state + owner * (K * V) + cell)
+    S = ()
+    for p in tl.static_range(0, K, BK):
+        S += (tl.load(state + owner * (K * V) + (cell + p * V)),)
     rows = r[:, None] * K + c[None, :]
     square = r[:, None] * 64 + r[None, :]
     begin = tl.load(runs + s)
     end = tl.load(runs + s + 1)
     if begin == end:
-        tl.store(ends + owner * (K * V) + cell, S)
+        for p in tl.static_range(0, K, BK):
+            tl.store(ends + owner * (K * V) + (cell + p * V), S[p // BK])
     for run in range(begin, end):
         start = tl.load(run_first + run).to(tl.int64)
         tokens = tl.load(run_tokens + run)
@@ -245,23 +264,42 @@ def scan(
                 tl.float32
             )
             b = tl.load(beta + t * bt + h * bh + r * bt, mask=on, other=0.0).to(tl.float32)
-            keys = tl.load(Kt + n * (64 * K) + rows)
-            queries = tl.load(Qt + n * (64 * K) + rows)
-            inverse = tl.load(X + n * (64 * 64) + square)
-            reads = tl.load(M + n * (64 * 64) + square)
-            writes = tl.load(Kh + n * (64 * K) + rows)
-            kept = tl.load(decay + n * K + c)
-            Se = S.to(E)
-            if KEEP:
-                tl.store(states + n * (K * V) + (column[:, None] * K + c[None, :]), Se)
-            error = b[None, :] * value - tl.dot(Se, tl.trans(keys), input_precision=PRECISION)
-            U = tl.dot(error.to(E), tl.trans(inverse), input_precision=PRECISION).to(E)
-            o = tl.dot(Se, tl.trans(queries), input_precision=PRECISION)
-            S = tl.dot(U, writes, S * kept[None, :], input_precision=PRECISION)
-            o = tl.dot(U, tl.trans(reads), o, input_precision=PRECISION)
+            keys = ()
+            queries = ()
+            writes = ()
+            kept = ()
+            Se = ()
+            for p in tl.static_range(0, K, BK):
+                keys += (ahead(Kt + n * (64 * K) + (rows + p), WHOLE),)
+                queries += (ahead(Qt + n * (64 * K) + (rows + p), WHOLE),)
+            inverse = ahead(X + n * (64 * 64) + square, WHOLE)
+            reads = ahead(M + n * (64 * 64) + square, WHOLE)
+            for p in tl.static_range(0, K, BK):
+                writes += (ahead(Kh + n * (64 * K) + (rows + p), WHOLE),)
+                kept += (ahead(decay + n * K + (p + c), WHOLE),)
+                Se += (S[p // BK].to(E),)
+                if KEEP:
+                    tl.store(states + n * (K * V) + (column[:, None] * K + (p + c)[None, :]), Se[p // BK])
+            error = tl.zeros((BV, 64), tl.float32)
+            o = tl.zeros((BV, 64), tl.float32)
+            for p in tl.static_range(0, K, BK):
+                error = tl.dot(Se[p // BK], tl.trans(at_use(keys[p // BK], WHOLE)), error, input_precision=PRECISION)
+                if not WHOLE:  # while this piece is an operand
+                    o = tl.dot(Se[p // BK], tl.trans(at_use(queries[p // BK], WHOLE)), o, input_precision=PRECISION)
+            error = b[None, :] * value - error
+            U = tl.dot(error.to(E), tl.trans(at_use(inverse, WHOLE)), input_precision=PRECISION).to(E)
+            if WHOLE:
+                o = tl.dot(Se[0], tl.trans(queries[0]), o, input_precision=PRECISION)
+            before = S
+            S = ()
+            for p in tl.static_range(0, K, BK):
+                faded = before[p // BK] * at_use(kept[p // BK], WHOLE)[None, :]
+                S += (tl.dot(U, at_use(writes[p // BK], WHOLE), faded, input_precision=PRECISION),)
+            o = tl.dot(U, tl.trans(at_use(reads, WHOLE)), o, input_precision=PRECISION)
             if KEEP:
                 tl.store(Us + n * (64 * V) + (r[None, :] * V + column[:, None]), U)
             place = out + t * rt + h * rh + (r[None, :] * rt + column[:, None])
             tl.store(place, o.to(out.dtype.element_ty), mask=on[None, :])
         where = tl.load(run_slot + run).to(tl.int64)
-        tl.store(ends + (where * H + h) * (K * V) + cell, S)
+        for p in tl.static_range(0, K, BK):
+            tl.store(ends + (where * H + h) * (K * V) + (cell + p * V), S[p // BK])
