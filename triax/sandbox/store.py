@@ -1,6 +1,7 @@
 """What outlives the owner of sandboxes: who they are and what was snapshotted, on disk and never half written."""
 
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -21,6 +22,7 @@ from triax.sandbox.protocol import SNAPSHOT_VERSION, Network, Resources, Spec, S
 MANIFEST = "manifest.json"
 PARENTS = "parents.json"
 PARTIAL = ".partial-"
+FULL = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), 507)
 ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
 
@@ -207,7 +209,9 @@ class Store:
         try:
             folder.mkdir(mode=0o700)
         except OSError as error:
-            raise SandboxError(f"snapshot {id}: cannot be begun; {error.strerror}; free some disk") from error
+            raise SandboxError(
+                f"snapshot {id}: cannot be begun; {error.strerror}; free some disk", status=FULL.get(error.errno)
+            ) from error
         snapshot = Snapshot(id, record.backend, record.spec, record.id, record.generation, kind, time.time(), 0)
         self._replace(folder / MANIFEST, _snapshot_tree(snapshot), durable=True)
         return folder
@@ -323,7 +327,9 @@ class Store:
         except OSError as error:
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
-            raise SandboxError(f"record {path}: cannot be written; {error.strerror}; free some disk") from error
+            raise SandboxError(
+                f"record {path}: cannot be written; {error.strerror}; free some disk", status=FULL.get(error.errno)
+            ) from error
 
 
 def _shallow(data: Record | Snapshot) -> dict[str, Any]:

@@ -1,13 +1,16 @@
 import asyncio
 import os
+import shutil
 import signal
+import subprocess
 import time
 
 import pytest
 
 from triax.errors import SandboxError
+from triax.sandbox.backend.qemu import QemuBackend
 from triax.sandbox.host import Host
-from triax.sandbox.protocol import Resources
+from triax.sandbox.protocol import Resources, Spec
 
 
 def test_commands_return_their_streams_codes_and_signals(in_lab):
@@ -313,5 +316,56 @@ def test_a_limit_that_a_stuck_guest_cannot_keep_is_no_fault_of_the_command(in_la
         os.kill(emulator, signal.SIGCONT)
         result = await machine.exec(["sleep", "1000"], timeout_s=0.2)
         assert result.outcome == "timeout"
+
+    in_lab(test)
+
+
+def test_a_caller_that_gives_up_leaves_no_answer_to_the_next(in_lab):
+    async def test(lab):
+        monitor = (await lab.create()).emulator.monitor
+        asked = asyncio.ensure_future(monitor.run("query-version"))
+        await asyncio.sleep(0)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        assert (await monitor.run("query-status"))["status"] == "running"
+
+    in_lab(test)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a file system of 320 MiB."""
+    folder, image = tmp_path / "small", tmp_path / "small.ext4"
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(320 * 2**20)
+    maker = shutil.which("mkfs.ext4", path=f"{os.defpath}:/usr/sbin:/sbin") or "mkfs.ext4"
+    for words in ([maker, "-q", "-m", "0", str(image)], ["mount", "-o", "loop", str(image), str(folder)]):
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"cannot mount a small file system: {done.stderr}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_guest_waits_while_the_hosts_disk_is_full_and_goes_on_with_all_it_has(in_lab, small_disk):
+    async def test(lab):
+        backend = QemuBackend(small_disk / "machines")
+        machine = await backend.create(Spec(), "waiting")
+        lab.machines.append(machine)
+        left = shutil.disk_usage(small_disk).free - 8 * 2**20
+        with (small_disk / "ballast").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, left)
+        writing = await machine.start("dd if=/dev/zero of=/big bs=1M count=24; sync; wc -c < /big")
+        async with asyncio.timeout(60):
+            while (await machine.emulator.monitor.run("query-status"))["status"] != "io-error":
+                await asyncio.sleep(0.1)
+        assert await machine.is_alive()
+        (small_disk / "ballast").unlink()
+        async with asyncio.timeout(60):
+            while not await machine.is_alive() or (await machine.exec("true", timeout_s=5)).outcome != "ok":
+                await asyncio.sleep(0.1)
+        said = b"".join([data async for name, data in writing.output() if name == "stdout"])
+        assert int(said) == 24 * 2**20
 
     in_lab(test)

@@ -119,7 +119,8 @@ def flush(root: str) -> None:
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
         if _libc.syncfs(fd):
-            raise SandboxError(f"disk: cannot be written out; {os.strerror(ctypes.get_errno())}")
+            words = f"disk: cannot be written out; {os.strerror(ctypes.get_errno())}"
+            raise SandboxError(f"{words}; what was written lately is lost if the host's disk was full: free some")
     finally:
         os.close(fd)
 

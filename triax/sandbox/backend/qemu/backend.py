@@ -224,7 +224,11 @@ class QemuBackend:
             SandboxError: The source could not be frozen or saved; it runs on.
         """
         folder = self.root / f".fork-{machine.id}-{os.urandom(4).hex()}"
-        folder.mkdir(parents=True)
+        try:
+            folder.mkdir(parents=True)
+        except OSError as problem:
+            words = f"fork of {machine.id}: no folder for it; {problem.strerror}; free some disk"
+            raise SandboxError(words, status=507) from None
         self._splitting.add(folder.name)
         try:
             fit, _ = await self.ground.offers(machine.spec)

@@ -6,7 +6,6 @@ import os
 import posixpath
 import secrets
 import shutil
-import stat as modes
 import struct
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from triax.errors import SandboxError
+from triax.log import logger
 from triax.sandbox.backend.qemu.egress import PROXY_PORT, Egress, Exposed
+from triax.sandbox.backend.qemu.entries import entries
 from triax.sandbox.backend.qemu.launch import Emulator
 from triax.sandbox.backend.qemu.parts import Parts
 from triax.sandbox.backend.tree import refusal as file_refusal
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 FREEZE_S = 10.0
 ANSWER_S = 60.0
 SILENCE_S = 60.0
+WAIT_S = 30.0
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-RECORD = struct.Struct("<IIIIQQ")
 
 
 class QemuMachine:
@@ -229,11 +230,11 @@ class QemuMachine:
 
     async def list(self, path: str) -> list[Entry]:
         """Return what a folder holds, by name."""
-        return sorted(_entries(await self._operation(path, "list"), self._inside(path)), key=lambda entry: entry.path)
+        return sorted(entries(await self._operation(path, "list"), self._inside(path)), key=lambda entry: entry.path)
 
     async def stat(self, path: str) -> Entry:
         """Return one entry."""
-        return _entries(await self._operation(path, "stat"), self._inside(path))[0]
+        return entries(await self._operation(path, "stat"), self._inside(path))[0]
 
     async def remove(self, path: str) -> None:
         """Remove a file, or a folder with all it holds."""
@@ -347,10 +348,20 @@ class QemuMachine:
         try:
             await self.emulator.channel.ask(Kind.PING, Kind.PONG, within_s=1.0)
         except SandboxError:
-            quiet_s = time.monotonic() - self._answered
-            return self.emulator.is_running() and self.emulator.channel.lost is None and quiet_s < SILENCE_S
+            if not await self._waits_for_disk():
+                quiet_s = time.monotonic() - self._answered
+                return self.emulator.is_running() and self.emulator.channel.lost is None and quiet_s < SILENCE_S
         self._answered = time.monotonic()
         return True
+
+    async def _waits_for_disk(self) -> bool:
+        """Tell whether it stands still since the host's disk is full, and let it try again."""
+        with suppress(SandboxError):
+            if (await self.emulator.monitor.run("query-status", within_s=WAIT_S))["status"] == "io-error":
+                logger("sandbox").warning("sandbox %s stands still: the host's disk is full; free some", self.id)
+                await self.emulator.monitor.run("cont", within_s=WAIT_S)
+                return True
+        return False
 
     async def usage(self) -> Usage:
         """Return what its process uses, and its own layers on disk."""
@@ -372,29 +383,3 @@ class QemuMachine:
             raise SandboxError(f"sandbox {self.id}: has ended; create another")
         channel.check()
         return channel
-
-
-def _entries(raw: bytes, folder: str) -> list[Entry]:
-    """Read the records that the agent writes for folders and single entries."""
-    found, at = [], 0
-    kinds = {modes.S_IFREG: "file", modes.S_IFDIR: "directory", modes.S_IFLNK: "symlink"}
-    try:
-        while at < len(raw):
-            mode, name_size, target_size, nanoseconds, size, seconds = RECORD.unpack_from(raw, at)
-            at += RECORD.size
-            name = os.fsdecode(raw[at : at + name_size])
-            target = os.fsdecode(raw[at + name_size : at + name_size + target_size])
-            at += name_size + target_size
-            found.append(
-                Entry(
-                    path=posixpath.normpath(f"{folder}/{name}"),
-                    kind=kinds.get(modes.S_IFMT(mode), "other"),  # type: ignore[arg-type]
-                    size=size,
-                    mode=modes.S_IMODE(mode),
-                    modified_s=seconds + nanoseconds / 1e9,
-                    target=target if modes.S_ISLNK(mode) else None,
-                )
-            )
-    except struct.error:
-        raise SandboxError(f"file {folder!r}: the guest sent a broken list") from None
-    return found

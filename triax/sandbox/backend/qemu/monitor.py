@@ -18,6 +18,7 @@ class Monitor:
         self._reader = reader
         self._writer = writer
         self._order = asyncio.Lock()
+        self._number = 0
 
     @classmethod
     async def open(cls, end: socket.socket, within_s: float = 30.0) -> "Monitor":
@@ -45,10 +46,14 @@ class Monitor:
             SandboxError: The emulator refused, ended, or gave no answer in time.
         """
         async with self._order:
+            self._number += 1
+            wanted = {"execute": command, "arguments": arguments, "id": self._number}
             try:
-                self._writer.write(json.dumps({"execute": command, "arguments": arguments}).encode() + b"\n")
+                self._writer.write(json.dumps(wanted).encode() + b"\n")
                 while True:
                     answer = await asyncio.wait_for(self._line(), within_s)
+                    if answer.get("id") != self._number:
+                        continue  # an event, or what a caller who gave up had asked for
                     if "return" in answer:
                         return answer["return"]
                     if "error" in answer:
