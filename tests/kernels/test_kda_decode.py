@@ -200,6 +200,12 @@ def test_what_the_kernel_cannot_take_is_refused_by_name(on_host):
         on_host.step(tokens(1), weights(), slots(2, window=torch.float16), slot)
     with pytest.raises(UnsupportedError, match=r"dtypes `torch\.float32`, `torch\.float64`"):
         on_host.step(tokens(1, dtype=torch.float64), weights(), slots(2), slot)
+    sizes = {"H": 1, "K": 256, "V": 256}
+    with pytest.raises(UnsupportedError, match="head sizes `256` and `256`"):
+        on_host.step(tokens(1, **sizes), weights(**sizes), slots(2, **sizes), slot)
+    sizes = {"H": 1, "K": 128, "V": 128}
+    with pytest.raises(UnsupportedError, match="40 tokens a row with heads of `128` and `128`"):
+        on_host.verify(tokens(1, 40, **sizes), weights(**sizes), slots(2, **sizes), slot, None, None)
 
 
 @pytest.mark.kernel
@@ -282,7 +288,7 @@ def test_the_cuda_source_compiles_for_hopper_with_two_blocks_a_multiprocessor(
 @pytest.mark.gpu
 @pytest.mark.parametrize("lowest", [BOUNDED, SOFTPLUS])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("K", "V"), [(128, 128), (64, 64), (128, 64), (32, 128), (128, 256), (256, 64)])
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (64, 64), (128, 64), (32, 128), (128, 256), (256, 64), (256, 128)])
 def test_kernels_on_a_gpu_give_the_definition_and_replay_leaves_the_bits_of_single_steps(K, V, stored, lowest):
     sizes = {"H": 5, "K": K, "V": V, "dtype": torch.bfloat16, "device": "cuda"}
     w, slot = weights(H=5, K=K, V=V, lowest=lowest, device="cuda"), torch.tensor([3, 0, 1, 9, 4]).cuda()
@@ -349,8 +355,20 @@ def test_states_beyond_2_31_numbers_are_reached():
 
 
 @pytest.mark.gpu
-def test_a_head_size_without_a_decode_kernel_falls_back_with_one_warning():
-    w, inputs = weights(K=48, V=48, device="cuda"), tokens(1, K=48, V=48, device="cuda")
-    memory = slots(2, K=48, V=48, device="cuda")
-    with pytest.warns(UserWarning, match="head sizes `48` and `48`"):
-        step(inputs, w, memory, torch.tensor([1]).cuda())
+@pytest.mark.parametrize("size", [48, 256])
+def test_a_head_size_without_a_decode_kernel_falls_back_with_one_warning(size):
+    sizes = {"K": size, "V": size, "device": "cuda"}
+    w, inputs, memory, slot = weights(**sizes), tokens(1, **sizes), slots(2, **sizes), torch.tensor([1]).cuda()
+    expected = stepping.step(inputs, w, copy(memory), slot)
+    with pytest.warns(UserWarning, match=f"head sizes `{size}` and `{size}`"):
+        found = step(inputs, w, memory, slot)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.gpu
+def test_more_drafts_than_shared_memory_holds_fall_back_with_one_warning():
+    sizes = {"H": 1, "K": 128, "V": 128, "device": "cuda"}
+    w, inputs, memory, slot = weights(**sizes), tokens(1, 40, **sizes), slots(2, **sizes), torch.tensor([1]).cuda()
+    with pytest.warns(UserWarning, match="40 tokens a row"):
+        found, _ = verify(inputs, w, memory, slot)
+    torch.testing.assert_close(found, stepping.verify(inputs, w, memory, slot, None, None)[0])

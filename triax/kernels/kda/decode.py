@@ -39,7 +39,9 @@ def decode(
 def step(inputs: Projected, weights: Weights, slots: Slots, slot: Int[Tensor, " N"]) -> Float[Tensor, "N H V"]:
     """Take one token of each row through a whole layer between its projections, and advance the row's slot in place.
 
-    Convolution and SiLU, unit query and key, decay gate, recurrence, RMSNorm and output gate: on a GPU one launch.
+    Convolution and SiLU, unit query and key, decay gate, recurrence, RMSNorm and output gate: on a GPU one launch, for
+    keys and values of 32, 64, 128 and 256. A state of 256 by 256 outgrows the registers of a block: for it, as for
+    other sizes, torch operations run, with one warning; CUDA graphs cannot record those.
     Everything is computed in fp32 (fp64 where an input is) whatever the format of the inputs. No gradients.
 
     Args:
@@ -89,7 +91,8 @@ def verify(
     """Try W tokens of each row as `step` would one after the other, without writing any of them to the slot.
 
     The outputs are, bit for bit, those of W calls of `step`. Each state is read once. Rows with fewer tokens than W
-    are padded at the end with anything: a token never reads a later one.
+    are padded at the end with anything: a token never reads a later one. Where W tokens outgrow a block's shared memory
+    (from 41 with heads of 128, bf16 inputs and an fp32 state), torch operations run, with one warning.
 
     Args:
         inputs: W tokens a row, the newest accepted one and the drafts behind it.
@@ -108,7 +111,9 @@ def verify(
     _check("verify", inputs, weights, slots, slot, 2)
     if (pending is None) != (accepted is None):
         raise ValueError("kernels.kda.verify: `pending` and `accepted` belong together; found one; give both or none")
-    return _form(slots.state, *inputs, window=slots.window).verify(inputs, weights, slots, slot, pending, accepted)
+    count, before = inputs.mixed.shape[1], 0 if pending is None else pending.key.shape[1]
+    form = _form(slots.state, *inputs, window=slots.window, tokens=count, pending=before)
+    return form.verify(inputs, weights, slots, slot, pending, accepted)
 
 
 def replay(records: Records, accepted: Int[Tensor, " N"], slots: Slots, slot: Int[Tensor, " N"]) -> None:
@@ -120,16 +125,17 @@ def replay(records: Records, accepted: Int[Tensor, " N"], slots: Slots, slot: In
         slots: Memory; the rows' slots are updated in place.
         slot: Slot of each row, all different; 0 marks a padding row.
     """
-    _form(slots.state, records.mixed, window=slots.window).replay(records, accepted, slots, slot)
+    form = _form(slots.state, records.mixed, window=slots.window, tokens=0, pending=records.key.shape[1])
+    form.replay(records, accepted, slots, slot)
 
 
-def _form(state: Tensor, *streams: Tensor, window: Tensor | None = None) -> Any:
+def _form(state: Tensor, *streams: Tensor, window: Tensor | None = None, tokens: int = 1, pending: int = 0) -> Any:
     """Choose the kernel on a GPU, the definition elsewhere and where `TRIAX_KERNELS=reference` asks for it."""
     if not state.is_cuda or os.environ.get("TRIAX_KERNELS") == "reference":
         return stepping
     from triax.kernels.kda import fused
 
-    reason = fused.unsupported(state, *streams, window=window)
+    reason = fused.unsupported(state, *streams, window=window, tokens=tokens, pending=pending)
     if reason is None:
         return fused
     warnings.warn(f"kernels.kda.decode: no GPU kernel for {reason}; torch operations run instead", stacklevel=3)

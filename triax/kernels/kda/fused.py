@@ -18,12 +18,23 @@ SIZES = (32, 64, 128, 256)
 LARGEST = 128 * 256  # numbers of a state that the registers of a block hold
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "float"}
 MOST_TOKENS = 64
+MOST_SHARED = 227 * 1024  # bytes of shared memory that a block of Hopper can have
 THREADS = 256
 ALIGNMENT = 16  # bytes that the copy engine moves at least
 
 
-def unsupported(state: Tensor, *streams: Tensor, window: Tensor | None = None) -> str | None:
-    """Say what of these inputs the kernel cannot take, if anything."""
+def unsupported(
+    state: Tensor, *streams: Tensor, window: Tensor | None = None, tokens: int = 1, pending: int = 0
+) -> str | None:
+    """Say what of these inputs the kernel cannot take, if anything.
+
+    Args:
+        state: Memory by slot.
+        streams: Projections of the tokens.
+        window: Inputs of the convolution by slot.
+        tokens: Number of them a row that are walked over.
+        pending: Number of them a row that are written before.
+    """
     channels, width = state.shape[2:]
     if not nvrtc.is_available():
         return "an installation without `cuda-bindings`"
@@ -33,8 +44,12 @@ def unsupported(state: Tensor, *streams: Tensor, window: Tensor | None = None) -
         return f"windows of dtype `{window.dtype}`"
     if channels not in SIZES or width not in SIZES or channels * width > LARGEST:
         return f"head sizes `{channels}` and `{width}`"
-    if streams[0].dim() == 3 and streams[0].shape[1] > MOST_TOKENS:
-        return f"{streams[0].shape[1]} tokens a row"
+    if (most := max(tokens, pending)) > 1:
+        taps, kept = (1, None) if window is None else (window.shape[1] + 1, window.dtype)
+        kinds = (streams[0].dtype, state.dtype, kept)
+        defines = macros(channels, width, taps, tokens, pending, *kinds, bounded=True, writes=False)
+        if most > MOST_TOKENS or shared_bytes(defines) > MOST_SHARED:
+            return f"{most} tokens a row with heads of `{channels}` and `{width}`"
     for name, memory in (("state", state), ("window", window)):
         if memory is not None and (memory.data_ptr() % ALIGNMENT or memory.stride(0) * memory.itemsize % ALIGNMENT):
             return f"slots of `{name}` that begin between multiples of {ALIGNMENT} bytes"
@@ -82,7 +97,8 @@ def verify(
     Raises:
         UnsupportedError: The kernel has no form for these dtypes or head sizes.
     """
-    _require(slots.state, *inputs, window=slots.window)
+    count, before = inputs.mixed.shape[1], 0 if pending is None else pending.key.shape[1]
+    _require(slots.state, *inputs, window=slots.window, tokens=count, pending=before)
     read = torch.empty_like(inputs.gate, memory_format=torch.contiguous_format)
     exact = {"device": read.device, "dtype": torch.float32}
     keys, values = inputs.decay.shape, inputs.gate.shape
@@ -99,7 +115,7 @@ def replay(records: Records, accepted: Int[Tensor, " N"], slots: Slots, slot: In
     Raises:
         UnsupportedError: The kernel has no form for these dtypes or head sizes.
     """
-    _require(slots.state, records.mixed, window=slots.window)
+    _require(slots.state, records.mixed, window=slots.window, tokens=0, pending=records.key.shape[1])
     _walk(None, None, slots.state, slots.window, slot, None, None, records, accepted)
 
 
@@ -245,13 +261,13 @@ def _copyable(x: Tensor) -> Tensor:
     return packed if packed.data_ptr() % ALIGNMENT == 0 else packed.clone()
 
 
-def _require(state: Tensor, *streams: Tensor, window: Tensor | None = None) -> None:
-    reason = unsupported(state, *streams, window=window)
+def _require(state: Tensor, *streams: Tensor, window: Tensor | None = None, tokens: int = 1, pending: int = 0) -> None:
+    reason = unsupported(state, *streams, window=window, tokens=tokens, pending=pending)
     if reason is not None:
         raise UnsupportedError(
             f"kernels.kda.fused: no kernel for {reason}; head sizes are {SIZES} with at most {LARGEST} numbers a "
-            f"state, dtypes bf16 and fp32, tokens a row at most {MOST_TOKENS}; the functions of "
-            "`triax.kernels.kda.decode` fall back by themselves"
+            f"state, dtypes bf16 and fp32, tokens a row at most {MOST_TOKENS}, of large heads fewer; the functions "
+            "of `triax.kernels.kda.decode` fall back by themselves"
         )
 
 
