@@ -22,7 +22,7 @@ from triax.sandbox.protocol import SNAPSHOT_VERSION, Network, Resources, Spec, S
 MANIFEST = "manifest.json"
 PARENTS = "parents.json"
 PARTIAL = ".partial-"
-FULL = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), 507)
+FULL: dict[int | None, int] = {errno.ENOSPC: 507, errno.EDQUOT: 507}
 ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
 
