@@ -81,9 +81,3 @@ def test_a_sandbox_that_cannot_be_put_away_as_its_owner_ends_is_told_as_failed(
         await after.close()
 
     asyncio.run(run())
-
-
-HANGS_S = 0.1
-"""Limit of a step that never ends."""
-ENDS_S = 60.0
-"""Limit of one that does, however busy the machine is."""

@@ -103,6 +103,11 @@ def test_no_operation_gets_into_one_that_is_in_progress(
     asyncio.run(run())
 
 
+HANGS_S = 0.1
+"""Limit of a step that never ends."""
+ENDS_S = 60.0
+"""Limit of one that does, however busy the machine is."""
+
 FAULTS = list(
     itertools.product(
         ("pause", "resume", "suspend", "snapshot", "fork"),
