@@ -1,7 +1,8 @@
 """`/v1/completions`: text goes on, without any chat format."""
 
+import codecs
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,6 +104,12 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     infos: list[TokenInfo] = field(default_factory=list)
     scores: list[TokenInfo] = field(default_factory=list)
+    offset: int = 0
+    """Characters of the tokens whose logprobs were told."""
+    decoded: Callable[[bytes], str] = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace").decode
+    )
+    """Turns the bytes of tokens into characters, of which one may be made of several tokens."""
 
     def read(self, update: Update) -> None:
         """Take an update.
@@ -181,22 +188,22 @@ class Completions:
         }
         if self.body.logprobs is not None:
             before = [TokenInfo(prompt[0], 0.0), *piece.scores] if self.body.echo and is_first else []
-            offset = len(choice.text) - len(piece.text) + (0 if is_first else len(echoed))
-            told["logprobs"] = self._logprobs([*before, *piece.infos], offset, has_start=bool(before))
+            told["logprobs"] = self._logprobs(choice, [*before, *piece.infos], has_start=bool(before))
         if choice.stopped_by is not None:
             told["stop_reason"] = choice.stopped_by
         if self.body.return_token_ids:
             told |= {"token_ids": piece.tokens} | ({"prompt_token_ids": prompt} if is_first else {})
         return told
 
-    def _logprobs(self, infos: Sequence[TokenInfo], offset: int, *, has_start: bool) -> dict[str, Any]:
+    def _logprobs(self, choice: Choice, infos: Sequence[TokenInfo], *, has_start: bool) -> dict[str, Any]:
         """Return logprobs as this endpoint tells them; the first token of a prompt has none."""
-        words = [self.model.tokenizer.token_bytes(info.token).decode("utf-8", "replace") for info in infos]
-        offsets = []
-        for word in words:
-            offsets.append(offset)
-            offset += len(word)
         decode = self.model.tokenizer.token_bytes
+        words = [decode(info.token).decode("utf-8", "replace") for info in infos]
+        offsets = []
+        unseen = len(self.model.tokenizer.opening) if has_start else 0  # stands before the text
+        for place, info in enumerate(infos):
+            offsets.append(choice.offset)
+            choice.offset += len(choice.decoded(decode(info.token))) if place >= unseen else 0
         tops = [{decode(token).decode("utf-8", "replace"): value for token, value in info.top} for info in infos]
         values: list[float | None] = [max(info.logprob, -9999.0) for info in infos]
         if has_start:
