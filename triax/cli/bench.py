@@ -40,6 +40,7 @@ def serve(
     with needs("serve", "bench"):
         from triax.serve import bench as room
     load = room.Load(requests, concurrency, rate, prompt, answer, turns, shared, seconds, pause, seed)
+    room.check_files(out, plot)
     with Count("bench", None if seconds else requests, REQUESTS) as progress:
         tree = room.Bench(url, load, key, progress.add).run()
     if out is not None:

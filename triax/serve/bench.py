@@ -129,14 +129,21 @@ class Bench:
 
     async def _look(self, http: aiohttp.ClientSession) -> None:
         try:
-            async with http.get(f"{self.url}/v1/models", raise_for_status=True) as response:
-                card = (await response.json())["data"][0]
-        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError) as problem:
+            async with http.get(f"{self.url}/v1/models") as response:
+                text = await response.text()
+        except (aiohttp.ClientError, TimeoutError, ValueError) as problem:
             raise ConfigError(
                 f"{self.url}: no server of this API answers; found {str(problem) or type(problem).__name__}; "
                 "start one with `triax serve CHECKPOINT`"
             ) from None
-        self._model, self._vocabulary = card["id"], card.get("vocab_size", VOCABULARY)
+        if response.status in (401, 403):
+            raise ConfigError(f"{self.url}: does not let this client in; found {_reason(text)}; give --key")
+        try:
+            card = json.loads(text)["data"][0]
+            self._model, self._vocabulary = str(card["id"]), int(card.get("vocab_size", VOCABULARY))
+        except (ValueError, LookupError, TypeError):
+            found = f"status {response.status} and `{text[:80]}`"
+            raise ConfigError(f"{self.url}: not a server of this API; found {found}; check the URL") from None
 
     def _tokens(self, number: int) -> list[int]:
         return [self._random.randrange(self._vocabulary) for _ in range(number)]
@@ -216,6 +223,8 @@ class Bench:
                         one.ttft_s = now - begin
                     last, one.end_s = now, now - self._start
                     answer += tokens
+        if not one.ttft_s:
+            raise ConfigError("the stream ended without a token")
         return answer
 
 
@@ -256,6 +265,27 @@ def report(load: Load, measured: Sequence[Measured], wall_s: float) -> dict[str,
         **{name: summary(values) for name, values in times.items()},
         "measured": [asdict(one) for one in measured],
     }
+
+
+def check_files(out: Path | None, picture: Path | None) -> None:
+    """Refuse files that could not be written once all is measured.
+
+    Args:
+        out: Of the report.
+        picture: Of the plot.
+
+    Raises:
+        ConfigError: A folder is absent, or a picture of another kind is asked for than can be drawn.
+    """
+    for path in (out, picture):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"{path}: cannot be written; found no folder `{path.parent}`; make it first")
+    if picture is None:
+        return
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    if picture.suffix.lstrip(".").lower() not in FigureCanvasBase.get_supported_filetypes():
+        raise ConfigError(f"{picture}: not a kind of picture that can be drawn; found its ending; use .png or .svg")
 
 
 def percentile(values: Sequence[float], share: int) -> float:
