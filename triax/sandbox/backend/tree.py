@@ -168,7 +168,7 @@ class Tree:
 
     def rename(self, source: str, destination: str) -> None:
         """Move a file or folder, and make the folders above; what is there is replaced as `rename(2)` does."""
-        with self._errors(source), self._parent(source) as (old, name):
+        with self._errors(f"{source} to {destination}"), self._parent(source) as (old, name):
             os.stat(name, dir_fd=old, follow_symlinks=False)
             self._make(posixpath.dirname(self._inside(destination)))
             with self._parent(destination) as (new, other):

@@ -187,7 +187,7 @@ class QemuMachine:
         body = command(parts, whole, user=account, folder=folder, flags=flags, size=terminal or (0, 0))
         return self._channel().open_stream(Kind.RUN, body)
 
-    async def _operation(self, path: str, *arguments: str, stdin: bytes = b"") -> bytes:
+    async def _operation(self, path: str, *arguments: str, stdin: bytes = b"", to: str | None = None) -> bytes:
         """Run one file operation in the guest, as its superuser, and return what it wrote."""
         inside = self._inside(path)
         body = command([arguments[0], inside, *arguments[1:]], {}, flags=OPERATION)
@@ -202,7 +202,7 @@ class QemuMachine:
             code = struct.unpack_from("<I", result.stderr)[0] if len(result.stderr) >= 4 else 5
             if code == 22:
                 raise SandboxError(f"file {path!r}: is no regular file, or no such range; read another", "refused")
-            raise file_refusal(OSError(code, os.strerror(code), path), path)
+            raise file_refusal(OSError(code, os.strerror(code), path), path if to is None else f"{path} to {to}")
         return result.stdout
 
     def _inside(self, path: str) -> str:
@@ -242,7 +242,7 @@ class QemuMachine:
 
     async def rename(self, source: str, destination: str) -> None:
         """Move a file or folder."""
-        await self._operation(self._whole(source), "rename", self._whole(destination))
+        await self._operation(self._whole(source), "rename", self._whole(destination), to=destination)
 
     async def make_directory(self, path: str) -> None:
         """Make a folder and those above it."""
