@@ -54,9 +54,9 @@ def kda(
 
     Gradients reach every tensor given. The memory is kept in fp32, or fp64 if an input is fp64, also under autocast.
     On a GPU kernels do the work, with bf16 products where query, key and value are bf16; those hold a gate without a
-    bound of -5 at -10, so that up to 4.5e-5 of a channel stays where less should. For shapes that kernels cannot take
-    the chunk form runs, with one warning. With `TRIAX_KERNELS=reference` in the environment the definition runs token
-    by token.
+    bound of -5 at -10, so that up to 4.5e-5 of a channel stays where less should. They take 32, 64, 128 or 256 key and
+    as many value channels, not necessarily alike, in bf16 and fp32; for all else the chunk form runs, with one warning.
+    With `TRIAX_KERNELS=reference` in the environment the definition runs token by token.
 
     Args:
         query: Where to read; scaled by the caller. H / Q value heads in a row share a query and a key.

@@ -96,6 +96,22 @@ def scan_back(
 
 @triton.jit
 @no_type_check
+def add_pairs(taken, row, column, up, down, of_row, of_column, dG, PRECISION: tl.constexpr):
+    """Add what pairs of tokens give to their rows and columns, and from both to the sums up to each gate."""
+    part = tl.dot(taken, column, input_precision=PRECISION)
+    of_row += part * up
+    dG += row.to(tl.float32) * part
+    part = tl.dot(tl.trans(taken), row, input_precision=PRECISION)
+    if of_column is None:
+        of_column = part * down
+    else:
+        of_column += part * down
+    dG -= column.to(tl.float32) * part
+    return of_row, of_column, dG
+
+
+@triton.jit
+@no_type_check
 def gradients(
     q, k, v, g, beta, dread, first, count, states, Us, R, dS, dq, dk, dv, dg, db,
     qt, qh, kt, kh, vt, vh, gt, gh, bt, bh, rt, rh, T,
@@ -165,36 +181,21 @@ def gradients(
     taken = tl.where(far, pairs, 0.0).to(E)
     row = (query * cross).to(E)
     column = (key * cross).to(E)
-    part = tl.dot(taken, column, input_precision=PRECISION)
-    of_query += part * cross
-    dG += row.to(tl.float32) * part
-    part = tl.dot(tl.trans(taken), row, input_precision=PRECISION)
-    of_column = part * cross
-    dG -= column.to(tl.float32) * part
+    of_query, of_column, dG = add_pairs(taken, row, column, cross, cross, of_query, None, dG, PRECISION)
     if ANCHORED == 32:
         taken = tl.where((r[:, None] > i) & (second == (i >= 32)), pairs, 0.0).to(E)
         up = tl.exp2(since - 0.5 * tile_sum)
         down = tl.exp2(0.5 * tile_sum - since)
         row = (query * up).to(E)
         column = (key * down).to(E)
-        part = tl.dot(taken, column, input_precision=PRECISION)
-        of_query += part * up
-        dG += row.to(tl.float32) * part
-        part = tl.dot(tl.trans(taken), row, input_precision=PRECISION)
-        of_column += part * down
-        dG -= column.to(tl.float32) * part
+        of_query, of_column, dG = add_pairs(taken, row, column, up, down, of_query, of_column, dG, PRECISION)
     else:
         for level in tl.static_range(4 if ANCHORED == 16 else 0, 5):
             taken = tl.where((r[:, None] > i) & (((r[:, None] >> level) ^ (i >> level)) == 1), pairs, 0.0).to(E)
             x = tl.exp2(crossing(gates, 1 << level, EXACT))
             row = (query * x).to(E)
             column = (key * x).to(E)
-            part = tl.dot(taken, column, input_precision=PRECISION)
-            of_query += part * x
-            dG += row.to(tl.float32) * part
-            part = tl.dot(tl.trans(taken), row, input_precision=PRECISION)
-            of_column += part * x
-            dG -= column.to(tl.float32) * part
+            of_query, of_column, dG = add_pairs(taken, row, column, x, x, of_query, of_column, dG, PRECISION)
         if ANCHORED == 16:
             taken = tl.where((r[:, None] > i) & (r[:, None] // 16 == i // 16), pairs, 0.0).to(E)
             middle = since_middle(gates, EXACT)
@@ -202,12 +203,7 @@ def gradients(
             down = tl.exp2(-middle)
             row = (query * up).to(E)
             column = (key * down).to(E)
-            part = tl.dot(taken, column, input_precision=PRECISION)
-            of_query += part * up
-            dG += row.to(tl.float32) * part
-            part = tl.dot(tl.trans(taken), row, input_precision=PRECISION)
-            of_column += part * down
-            dG -= column.to(tl.float32) * part
+            of_query, of_column, dG = add_pairs(taken, row, column, up, down, of_query, of_column, dG, PRECISION)
     tl.store(dq + y, (of_query + own * key).to(dq.dtype.element_ty), mask=on)
 
     # Then what the writes give. The rows' numbers anew, or 32 conditions a thread would wait in registers till here.
@@ -236,36 +232,21 @@ def gradients(
     taken = tl.where(far, pairs, 0.0).to(E)
     row = (bk * cross).to(E)
     column = (key * cross).to(E)
-    part = tl.dot(taken, column, input_precision=PRECISION)
-    of_row += part * cross
-    dG += row.to(tl.float32) * part
-    part = tl.dot(tl.trans(taken), row, input_precision=PRECISION)
-    of_column += part * cross
-    dG -= column.to(tl.float32) * part
+    of_row, of_column, dG = add_pairs(taken, row, column, cross, cross, of_row, of_column, dG, PRECISION)
     if ANCHORED == 32:
         taken = tl.where((again > i) & (second == (i >= 32)), pairs, 0.0).to(E)
         up = tl.exp2(since - 0.5 * tile_sum)
         down = tl.exp2(0.5 * tile_sum - since)
         row = (bk * up).to(E)
         column = (key * down).to(E)
-        part = tl.dot(taken, column, input_precision=PRECISION)
-        of_row += part * up
-        dG += row.to(tl.float32) * part
-        part = tl.dot(tl.trans(taken), row, input_precision=PRECISION)
-        of_column += part * down
-        dG -= column.to(tl.float32) * part
+        of_row, of_column, dG = add_pairs(taken, row, column, up, down, of_row, of_column, dG, PRECISION)
     else:
         for level in tl.static_range(4 if ANCHORED == 16 else 0, 5):
             taken = tl.where((again > i) & (((again >> level) ^ (i >> level)) == 1), pairs, 0.0).to(E)
             x = tl.exp2(crossing(gates, 1 << level, EXACT))
             row = (bk * x).to(E)
             column = (key * x).to(E)
-            part = tl.dot(taken, column, input_precision=PRECISION)
-            of_row += part * x
-            dG += row.to(tl.float32) * part
-            part = tl.dot(tl.trans(taken), row, input_precision=PRECISION)
-            of_column += part * x
-            dG -= column.to(tl.float32) * part
+            of_row, of_column, dG = add_pairs(taken, row, column, x, x, of_row, of_column, dG, PRECISION)
         if ANCHORED == 16:
             taken = tl.where((again > i) & (again // 16 == i // 16), pairs, 0.0).to(E)
             middle = since_middle(gates, EXACT)
@@ -273,12 +254,7 @@ def gradients(
             down = tl.exp2(-middle)
             row = (bk * up).to(E)
             column = (key * down).to(E)
-            part = tl.dot(taken, column, input_precision=PRECISION)
-            of_row += part * up
-            dG += row.to(tl.float32) * part
-            part = tl.dot(tl.trans(taken), row, input_precision=PRECISION)
-            of_column += part * down
-            dG -= column.to(tl.float32) * part
+            of_row, of_column, dG = add_pairs(taken, row, column, up, down, of_row, of_column, dG, PRECISION)
 
     share = piece * BZ + tl.arange(0, BZ)
     errors = tl.load(R + (r[:, None] * V + share[None, :])).to(tl.float32)
