@@ -10,6 +10,8 @@ from triax.errors import ConfigError
 from triax.serve.converse import Message, Piece
 
 CONNECT_S = 5.0
+STRANGE = (LookupError, TypeError, AttributeError)
+"""What reading a tree raises that is not of this API."""
 
 
 class Remote:
@@ -29,11 +31,14 @@ class Remote:
         self._http = httpx.Client(headers=headers, timeout=httpx.Timeout(None, connect=CONNECT_S))
         try:
             card = self._get("/v1/models")["data"][0]
+            self.name: str = card["id"]
+            self.is_base: bool = card.get("chat_format") == "text"
+        except STRANGE:
+            self.close()
+            raise ConfigError(f"{self.url}: not a server of this API; found no model; check the URL") from None
         except BaseException:
             self.close()
             raise
-        self.name: str = card["id"]
-        self.is_base: bool = card.get("chat_format") == "text"
 
     def close(self) -> None:
         """Give the connections back."""
@@ -60,13 +65,18 @@ class Remote:
         Raises:
             ConfigError: The server refuses, or does not answer any more.
         """
-        body = {"model": self.name, "messages": list(messages), "stream": True} | dict(options)
+        try:
+            yield from self._reply({"model": self.name, "messages": list(messages), "stream": True} | dict(options))
+        except STRANGE as problem:
+            raise self._unread(problem) from None
+
+    def _reply(self, body: Mapping[str, Any]) -> Iterator[Piece]:
         message: dict[str, Any] = {"role": "assistant", "content": ""}
         calls: list[dict[str, Any]] = []
         reason = None
         for tree in self._events("/v1/chat/completions", body):
             for choice in tree.get("choices", ()):
-                delta = choice.get("delta", {})
+                delta = choice.get("delta") or {}
                 reason = choice.get("finish_reason") or reason
                 thought, text = delta.get("reasoning_content") or "", delta.get("content") or ""
                 message["content"] += text
@@ -79,7 +89,9 @@ class Remote:
                     yield Piece(thought, text, call)
         if reason == "tool_calls":
             message["tool_calls"] = calls
-        yield Piece(reason=reason or "stop", told=message)
+        if reason is None:
+            raise ConfigError(f"{self.url}: the answer broke off; found no end of it; send it again")
+        yield Piece(reason=reason, told=message)
 
     def stream(self, prompt: str, max_tokens: int, **options: Any) -> Iterator[str]:
         """Continue a text, piece by piece.
@@ -91,22 +103,36 @@ class Remote:
         for tree in self._events("/v1/completions", body):
             yield from (choice["text"] for choice in tree.get("choices", ()) if choice.get("text"))
 
+    def _unread(self, found: object) -> ConfigError:
+        return ConfigError(f"{self.url}: the answer is not of this API; found `{found}`; ask another server")
+
     def _events(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         try:
             with self._http.stream("POST", self.url + path, json=body) as response:
                 if response.is_error:
                     response.read()
-                    raise ConfigError(_words(response.json(), response.status_code))
+                    raise ConfigError(_words(_tree(response.text), response.status_code))
                 for line in response.iter_lines():
-                    if line.startswith("data: ") and line != "data: [DONE]":
-                        tree = json.loads(line.removeprefix("data: "))
-                        if "error" in tree:
+                    field, _, text = line.partition(":")
+                    if field == "data" and text.strip() != "[DONE]":
+                        tree = _tree(text)
+                        if not isinstance(tree, dict):
+                            raise self._unread(text[:80])
+                        if tree.get("error"):
                             raise ConfigError(_words(tree, response.status_code))
                         yield tree
         except httpx.HTTPError as problem:
             raise ConfigError(
                 f"{self.url}: the answer broke off; found {str(problem) or type(problem).__name__}; send it again"
             ) from None
+
+
+def _tree(text: str) -> Any:
+    """Return a text as JSON; None where it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def _note_call(calls: list[dict[str, Any]], delta: Mapping[str, Any]) -> str:
@@ -123,4 +149,6 @@ def _note_call(calls: list[dict[str, Any]], delta: Mapping[str, Any]) -> str:
 
 def _words(tree: Any, status: int) -> str:
     error = tree.get("error") if isinstance(tree, dict) else None
-    return str(error["message"]) if isinstance(error, dict) and "message" in error else f"server: status {status}"
+    if isinstance(error, dict) and "message" in error:
+        return str(error["message"])
+    return f"server: found status {status}" + (f" and `{str(error)[:200]}`" if error else "")
