@@ -87,9 +87,11 @@ def test_interpreted_kernels_match_the_recurrence(flash, kind, lengths, channels
 
 @pytest.mark.kernel
 @pytest.mark.skipif(ON_GPU, reason="the kernels are compiled here; the gpu tests run them")
-def test_interpreted_kernels_take_slices_and_no_state(flash):
-    wide = inputs((20,), 2, 96, 32, "random")
-    x = [wide[0][..., :32], wide[1][..., 32:64], wide[2], wide[3][..., 64:], wide[4]]
+@pytest.mark.parametrize("channels", [32, 256])
+def test_interpreted_kernels_take_slices_shared_keys_and_no_state(flash, channels):
+    wide = inputs((20,), 2, 3 * channels, 32, "random")
+    query, key = wide[0][:, :1, :channels], wide[1][:, :1, channels : 2 * channels]
+    x = [query, key, wide[2], wide[3][..., 2 * channels :], wide[4]]
     found = flash.kda(*x, None, (0, 20), lowest_log_decay=-5.0)
     expected = reference.kda(*x, None, (0, 20))
     torch.testing.assert_close(found.read, expected.read, rtol=1e-4, atol=1e-5)
