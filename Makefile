@@ -28,6 +28,7 @@ help:
 	$(PYTHON) -m venv .venv
 
 $(BASE): pyproject.toml | .venv/bin/python
+	@echo 'installing torch and a few packages, minutes on a slow line'
 	$(PIP) -e .
 	@touch $@
 

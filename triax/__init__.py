@@ -1,3 +1,3 @@
-"""The whole Kimi K3 stack: train, post-train, quantise and serve frontier agent models."""
+"""The Kimi K3 model family: train it, read and convert its released weights, serve it, give its agents computers."""
 
 __version__ = "0.1.0"
