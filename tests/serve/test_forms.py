@@ -1,6 +1,8 @@
 """A grammar is made beside the engine: only the request that asked for it waits, and it can be ended meanwhile."""
 
 import json
+import subprocess
+import sys
 import threading
 import time
 
@@ -165,3 +167,8 @@ def test_a_pause_ends_or_keeps_what_waits_for_a_grammar(talk):
     assert not any(one.id == "kept" for message in talk.seen for one in getattr(message, "updates", ()))
     talk.send(wire.Ask(4, "resume"))
     assert talk.ended("kept").finish_reason in ("stop", "length")
+
+
+def test_the_servers_own_process_does_without_torch():
+    words = "import sys, triax.serve.http.server; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", words], timeout=120).returncode == 0

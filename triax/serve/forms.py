@@ -8,10 +8,23 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 from triax.errors import TriaxError
 from triax.serve.request import FinishReason, Request, Structure, Update, Usage
-from triax.serve.structure import Guides
+
+
+@runtime_checkable
+class Grammars(Protocol):
+    """Makes grammars and keeps them, as `triax.serve.structure.Guides` does, which brings torch."""
+
+    def knows(self, structure: Structure) -> bool:
+        """Whether the grammar of a structure is there."""
+        ...
+
+    def prepare(self, structure: Structure) -> None:
+        """Make the grammar of a structure."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -28,12 +41,12 @@ class Forms:
     """Holds requests back until their grammars are there.
 
     Args:
-        guides: Of the engine, which finds the grammars there; None holds nothing back.
+        grammars: Of the engine, which finds them there; None holds nothing back.
         clock: Seconds that deadlines are measured with.
     """
 
-    def __init__(self, guides: Guides | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._guides, self._clock = guides, clock
+    def __init__(self, grammars: Grammars | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._maker, self._clock = grammars, clock
         self._worker = ThreadPoolExecutor(1, "grammar")
         self._held: dict[str, Held] = {}
         self._grammars: dict[Structure, Future[None]] = {}
@@ -46,10 +59,10 @@ class Forms:
     def hold(self, request: Request) -> bool:
         """Take a request and have its grammar made, or return False if it needs none or has one already."""
         structure = request.structure
-        if self._guides is None or structure is None or self._guides.knows(structure):
+        if self._maker is None or structure is None or self._maker.knows(structure):
             return False
         if structure not in self._grammars:
-            self._grammars[structure] = self._worker.submit(self._guides.prepare, structure)
+            self._grammars[structure] = self._worker.submit(self._maker.prepare, structure)
         self._held[request.id] = Held(request, self._grammars[structure], self._clock())
         return True
 
