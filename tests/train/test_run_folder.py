@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -48,6 +50,21 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path, resume):
     with pytest.raises(ConfigError, match=r"is not empty and holds no run; found `thesis.tex`"):
         run_folder.prepare(tmp_path, resume=resume)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path):
+    hold = "import pathlib, sys, time; from triax.train.run_folder import held\n"
+    hold += "with held(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
+    other = subprocess.Popen([sys.executable, "-c", hold, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match="another process trains here"), run_folder.held(tmp_path):
+            pass
+    finally:
+        other.kill()
+        other.communicate()
+    with run_folder.held(tmp_path):  # whatever ended the other one, its hold ended with it
+        pass
 
 
 def test_a_path_below_a_file_is_refused(tmp_path):

@@ -38,12 +38,24 @@ def train(
             differ.
 
     Raises:
-        ConfigError: The folder cannot be used.
+        ConfigError: The folder cannot be used, or another process trains there.
         DataError: The text cannot be read or is too short.
         CheckpointError: The checkpoint is damaged, of other settings, or cannot be written.
         TrainError: Too many steps were skipped, or a weight never moves.
     """
     there = run_folder.prepare(run_dir, resume=resume)
+    with run_folder.held(run_dir):
+        return _train(recipe, run_dir, there, origins, on_step, branch)
+
+
+def _train(
+    recipe: Recipe,
+    run_dir: Path,
+    there: bool,
+    origins: Mapping[str, str] | None,
+    on_step: OnStep | None,
+    branch: Path | None,
+) -> Result:
     found = sharded.steps(run_dir / CHECKPOINTS)
     start = found[0] if found else trunk(branch)
     if start is not None:

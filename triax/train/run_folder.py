@@ -4,12 +4,14 @@
 `checkpoints/` · `plots/*.png` · `result.json` · `report.html`
 """
 
+import fcntl
 import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,32 @@ def prepare(path: Path, *, resume: bool) -> bool:
             f"{path}: cannot be written; {problem.strerror or problem}; choose another run folder"
         ) from problem
     return there
+
+
+@contextmanager
+def held(path: Path) -> Generator[None]:
+    """Hold a run's folder against a second run in it; the system lets go when the process ends, however it ends.
+
+    Raises:
+        ConfigError: Another process trains there.
+    """
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+        yield  # the first process of a run holds it for all
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ConfigError(
+            f"{path}: another process trains here; found its lock; wait for its end or choose another run folder"
+        ) from None
+    except OSError:  # a file system without locks for folders, such as NFS
+        pass
+    try:
+        yield
+    finally:
+        os.close(handle)
 
 
 def record(path: Path, recipe: Recipe, origins: Mapping[str, str] | None) -> None:
