@@ -117,6 +117,30 @@ def test_what_is_made_ahead_is_handed_out_at_once_and_only_if_it_lives(tmp_path)
     asyncio.run(run())
 
 
+def test_one_that_was_made_ahead_and_cannot_be_kept_is_ended(brittle, tmp_path, monkeypatch):
+    monkeypatch.setattr("triax.sandbox.pool.CALM_S", 0.01)
+
+    async def run():
+        host = await Host.open(tmp_path, brittle.BrittleBackend())
+        real, writes = host.store.save, iter(range(1000))
+
+        def full_at_the_third(record, **more):
+            if next(writes) == 2:  # two for its creation, this one to let it wait without end
+                raise SandboxError("record: cannot be written; free some disk")
+            real(record, **more)
+
+        host.store.save = full_at_the_third
+        async with Pool(host, Spec(timeout_s=77.0), most=1, ahead=1) as pool:
+            async with asyncio.timeout(10):
+                while pool.counts.warm < 1:
+                    await asyncio.sleep(0.01)
+            assert len(host.sandboxes()) == 1
+            await pool.release(await pool.acquire(timeout_s=10))
+        await host.close()
+
+    asyncio.run(run())
+
+
 def test_a_sandbox_put_away_is_taken_up_by_the_next_owner(tmp_path):
     async def run():
         host = await Host.open(tmp_path, ProcessBackend(tmp_path / "machines", unsafe=True))

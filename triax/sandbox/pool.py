@@ -228,10 +228,13 @@ class Pool:
                 await self._news.wait_for(self._has_spare)
                 self._live += 1
                 self._making += 1
+            sandbox = None
             try:
                 sandbox = await self._made(self.snapshot, 1)
                 await sandbox.set_timeout(None)  # unused time is nobody's
             except SandboxError as error:
+                if sandbox is not None:
+                    await self._end(sandbox)
                 logger("sandbox").warning("pool: none could be made ahead, tried again in %g s: %s", CALM_S, error)
                 await asyncio.sleep(CALM_S)
                 continue
