@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from triax.errors import UnsupportedError
 from triax.kernels.kda import reference, stepping
@@ -118,6 +119,16 @@ def test_padding_rows_return_zeros_and_touch_no_slot():
     assert torch.equal(memory.state[1], before.state[1])
     assert memory.state[0].isnan().all()
     assert not torch.equal(memory.state[2], before.state[2])
+
+
+def test_the_definition_asks_no_tensor_for_its_numbers_so_that_a_graph_can_hold_it():
+    with FakeTensorMode():
+        w, slot, memory = weights(), torch.tensor([2, 0, 1]), slots(3)
+        assert step(tokens(3), w, memory, slot).shape == (3, 2, 32)
+        assert recur(tokens(3), w, memory.state, slot).shape == (3, 2, 32)
+        read, records = verify(tokens(3, 4), w, memory, slot)
+        assert read.shape == (3, 4, 2, 32)
+        replay(records, torch.tensor([4, 0, 1]), memory, slot)
 
 
 def test_the_recurrence_alone_is_a_step_without_convolution_and_norm():

@@ -42,7 +42,7 @@ def recur(
     dtype = state_dtype(*inputs, state)
     read, _, after = _written(state[slot].to(dtype), _activated(inputs, inputs.mixed.to(dtype), weights, dtype))
     live = slot > 0
-    state[slot[live]] = after[live].to(state.dtype)
+    state[slot] = torch.where(live[:, None, None, None], after.to(state.dtype), state[slot])
     return read.masked_fill(~live[:, None, None], 0).to(inputs.mixed.dtype)
 
 
@@ -92,9 +92,10 @@ def _seen(slots: Slots, slot: Tensor, mixed: Tensor) -> Tensor:
 
 
 def _store(slots: Slots, slot: Tensor, live: Tensor, state: Tensor, window: Tensor) -> None:
-    own = slot[live]
-    slots.state[own] = state[live].to(slots.state.dtype)
-    slots.window[own] = window[live].to(slots.window.dtype)
+    """Write the live rows; the others write what is there already, since a graph on a GPU knows no fewer rows."""
+    own = live[:, None, None]
+    slots.state[slot] = torch.where(own[..., None], state.to(slots.state.dtype), slots.state[slot])
+    slots.window[slot] = torch.where(own, window.to(slots.window.dtype), slots.window[slot])
 
 
 def _convolved(seen: Tensor, conv: Tensor, dtype: torch.dtype) -> Tensor:
