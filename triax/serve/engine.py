@@ -107,7 +107,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._told) or (self._pause != "keep" and self.scheduler.has_work)
+        return bool(self._told) or self.scheduler.is_late or (self._pause != "keep" and self.scheduler.has_work)
 
     def add(self, request: Request) -> None:
         """Take a request; its updates come out of `step`.

@@ -66,6 +66,11 @@ class Scheduler:
         return bool(self.running or self._open or len(self.sequences) > self.admission.num_held)
 
     @property
+    def is_late(self) -> bool:
+        """Whether a deadline has passed that `expired` has not told."""
+        return bool(self._deadlines) and self._deadlines[0][0] <= self.clock()
+
+    @property
     def num_in_flight(self) -> int:
         """Plans that were made and not yet committed."""
         return len(self._open)
