@@ -92,14 +92,17 @@ class Face:
                 400, f"n: asks for more than can wait; found {num_choices} choices, a queue of {limit}; ask for fewer"
             )
         if waiting + num_choices > limit:
-            wait = self._wait_s(waiting)
-            raise Fault(
-                429,
-                f"server: too many requests wait; found {waiting} in a queue of {limit}; try again in {wait} s",
-                code="queue_full",
-                headers={"Retry-After": str(wait)},
-            )
+            raise self._full(waiting)
         return model
+
+    def _full(self, waiting: int) -> Fault:
+        limit, wait = self.settings.http.max_queue, self._wait_s(waiting)
+        return Fault(
+            429,
+            f"server: too many requests wait; found {waiting} in a queue of {limit}; try again in {wait} s",
+            code="queue_full",
+            headers={"Retry-After": str(wait)},
+        )
 
     def check_name(self, name: str) -> Model:
         """Return the model if this is its name.
@@ -131,6 +134,8 @@ class Face:
         """Do work that takes long for a large body, or one with pictures, beside everything else."""
         body = await request.body()
         if b"image_url" in body:  # a small file may unpack to a gigabyte
+            if (waiting := self._unpacking.statistics().tasks_waiting) >= self.settings.http.max_queue:
+                raise self._full(waiting)
             return await to_thread.run_sync(work, limiter=self._unpacking)
         if len(body) < LARGE:
             return work()
