@@ -12,6 +12,7 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -278,6 +279,8 @@ def main() -> None:
     parser.add_argument("--step-tokens", type=int, default=32_768)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks.serve_h200 needs a CUDA device; found none; run it on an H200")
     rows: list[dict[str, Any]] = []
 
     def say(**row: Any) -> None:

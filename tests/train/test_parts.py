@@ -4,7 +4,7 @@ import pytest
 
 from triax.config.load import load_recipe
 from triax.train.loop import train
-from triax.train.parts import build
+from triax.train.parts import build, reporter
 
 TOWER = "model.vision={width = 16, num_layers = 1, num_heads = 2, head_dim = 8, mlp_dim = 16, slot_token = 319}"
 
@@ -32,3 +32,14 @@ def test_text_freezes_the_tower_and_says_so(recipe, tmp_path):
 def test_a_model_with_a_tower_trains_on_text(recipe, tmp_path):
     result = train(recipe, tmp_path / "run")
     assert (result.steps, result.tokens) == (2, 1024)
+
+
+def test_how_far_a_text_is_on_its_way_to_tokens_is_told_now_and_then():
+    said = []
+    report = reporter(said.append, every_s=0.0)
+    report(250, 1000)
+    report(1000, 1000)
+    assert said == ["text: 25% turned into tokens, 0s left"]
+    seldom = reporter(said.append, every_s=3600.0)
+    seldom(500, 1000)
+    assert len(said) == 1

@@ -1,5 +1,6 @@
 """From a recipe to what a run is made of: text, tokenizer, rows, network, optimiser."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,9 @@ from triax.model.decoder import Decoder
 from triax.model.device import device_of
 from triax.optim.build import Optimizer
 from triax.optim.build import build as build_optimizer
-from triax.train.progress import short
+from triax.train.progress import duration, short
+
+TOLD_EVERY_S = 10.0
 
 
 @dataclass
@@ -49,8 +52,8 @@ def build(recipe: Recipe, run_dir: Path, say: Callable[[str], None]) -> Parts:
     """
     device = device_of(recipe.train.device)
     corpus = Corpus.read(recipe.data)
-    tokenizer = _tokenizer(corpus, recipe, run_dir / TOKENIZER)
-    parts, held_out = corpus.encode(tokenizer)
+    tokenizer = _tokenizer(corpus, recipe, run_dir / TOKENIZER, say)
+    parts, held_out = corpus.encode(tokenizer, reporter(say))
     loader = PackedLoader(parts, recipe.data.seq_len, recipe.train.micro_tokens, recipe.train.seed)
     num_bytes = sum(part.stream.num_bytes for part in parts)
     num_tokens = sum(part.stream.num_tokens for part in parts)
@@ -69,10 +72,27 @@ def build(recipe: Recipe, run_dir: Path, say: Callable[[str], None]) -> Parts:
     return Parts(corpus, tokenizer, loader, held_out, num_bytes / num_tokens, model, optimizer)
 
 
-def _tokenizer(corpus: Corpus, recipe: Recipe, path: Path) -> Tokenizer:
+def reporter(say: Callable[[str], None], every_s: float = TOLD_EVERY_S) -> Callable[[int, int], None]:
+    """Return what takes characters done and characters in all, and now and then says how far that is."""
+    start = told = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if now - told >= every_s and done < total:
+            told = now
+            left = (now - start) * (total - done) / max(1, done)
+            say(f"text: {done / total:.0%} turned into tokens, {duration(left)} left")
+
+    return report
+
+
+def _tokenizer(corpus: Corpus, recipe: Recipe, path: Path, say: Callable[[str], None]) -> Tokenizer:
     if path.exists():
         tokenizer = Tokenizer.load(path)
     else:
+        if recipe.data.tokenizer.path is None:
+            say(f"tokenizer: learning {recipe.data.tokenizer.vocab_size} tokens from the text")
         tokenizer = corpus.tokenizer(recipe.data.tokenizer)
         draft = path.with_name(f"{path.name}.tmp")
         tokenizer.save(draft)
