@@ -7,7 +7,7 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Literal, Protocol, runtime_checkable
 
@@ -290,3 +290,9 @@ async def ran(argv: Sequence[str], *, timeout_s: float = 30.0, stdin: bytes = b"
     result = await child.finish(stdin, timeout_s)
     child.release()
     return result
+
+
+async def gone(children: Iterable[Child]) -> None:
+    """Wait until processes that were told to end have done so and the host has taken them back."""
+    if ends := [child.handle.ended for child in children if child.running]:
+        await asyncio.wait(ends, timeout=GRACE_S)

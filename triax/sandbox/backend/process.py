@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from triax.errors import SandboxError
-from triax.sandbox.backend.child import Child, Spawned, ran
+from triax.sandbox.backend.child import Child, Spawned, gone, ran
 from triax.sandbox.backend.files import ReachedFiles
 from triax.sandbox.backend.owned import COMMAND, LABEL, labelled, signal_all
 from triax.sandbox.backend.streams import Ends
@@ -209,6 +209,7 @@ class ProcessMachine(ReachedFiles):
         """End its processes and remove its folder."""
         self._ended = True
         await asyncio.to_thread(signal_all, LABEL, self.label, signal.SIGKILL)
+        await gone(self._children)
         await asyncio.to_thread(shutil.rmtree, self.files.parent, ignore_errors=True)
 
     async def is_alive(self) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from triax.errors import SandboxError
 from triax.sandbox.backend import grounded
-from triax.sandbox.backend.child import Child, Spawned, ran
+from triax.sandbox.backend.child import Child, Spawned, gone, ran
 from triax.sandbox.backend.disk import copy_disk, flush, ground_program, keep_disk, until_released
 from triax.sandbox.backend.files import ReachedFiles
 from triax.sandbox.backend.group import Group
@@ -378,6 +378,7 @@ class GvisorMachine(ReachedFiles):
         await self._stop()
         for child in self._children:
             child.release()
+        await gone(self._children)
         await asyncio.to_thread(self.backend.forget, self.id)
 
     async def is_alive(self) -> bool:
