@@ -54,7 +54,10 @@ def read_config(folder: Path) -> Published:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
+        if not folder.is_dir():
+            found = "a file" if folder.exists() else "nothing"
+            raise ConfigError(f"{folder}: is no folder of released weights; found {found}; name one") from None
         raise ConfigError(f"{path}: not found; a folder of released weights has one; copy it there") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as problem:
         raise ConfigError(f"{path}: cannot be read as JSON; {problem}; copy it again") from None

@@ -57,5 +57,7 @@ def test_what_goes_wrong_is_told(server):
     assert "does not fit" in next(iter(tree["errors"]))
     with pytest.raises(ConfigError, match="no server of this API"):
         Bench("http://127.0.0.1:9", Load()).run()
+    with pytest.raises(ConfigError, match="is no address of a server; found `localhost:8000`"):
+        Bench("localhost:8000", Load())
     with pytest.raises(ConfigError, match="turns is out of range"):
         Load(turns=0)
