@@ -95,7 +95,9 @@ class Bench:
 
     def __init__(self, url: str, load: Load, key: str = "", ended: Callable[[], None] = lambda: None) -> None:
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"bench: is no address of a server; found `{url}`; give one such as http://127.0.0.1:8000")
+            raise ConfigError(
+                f"bench: is no address of a server; found `{url}`; give one such as http://127.0.0.1:8000"
+            )
         self.url = url.rstrip("/").removesuffix("/v1")
         self.load, self.ended = load, ended
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
