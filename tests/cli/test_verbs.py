@@ -71,14 +71,14 @@ def test_no_summary_of_a_verb_is_cut_off_in_a_wide_terminal(triax, monkeypatch):
 )
 def test_a_verb_that_lacks_its_extra_or_a_package_beside_it_names_what_to_install(module, verb, remedy):
     program = f"import sys; sys.modules[{module!r}] = None; from triax.cli.app import main; main(['sandbox', {verb!r}])"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", f"error: sandbox: {remedy}\n")
 
 
 def test_a_broken_installation_of_our_own_keeps_its_traceback():
     program = "import sys; sys.modules['triax.sandbox.backend.remote'] = None; from triax.cli.app import main"
     ended = subprocess.run(
-        [sys.executable, "-c", f"{program}; main(['sandbox', 'list'])"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", f"{program}; main(['sandbox', 'list'])"], capture_output=True, text=True, timeout=200
     )
     assert ended.returncode == 1
     assert ended.stderr.startswith("Traceback")

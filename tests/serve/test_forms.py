@@ -34,7 +34,7 @@ class Slow(Guides):
     def prepare(self, structure):
         if not self.knows(structure):
             self.asked.append(structure)
-            assert self.may.wait(60)
+            assert self.may.wait(200)
         super().prepare(structure)
 
 
@@ -55,7 +55,7 @@ class Talk:
         for message in messages:
             self.socket.send(wire.encode(message))
 
-    def until(self, wanted, timeout_s=60.0):
+    def until(self, wanted, timeout_s=120.0):
         """Read messages until one is as wanted."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
@@ -77,7 +77,7 @@ class Talk:
     def close(self):
         self.engine.guides.may.set()
         self.send(wire.Stop())
-        self.thread.join(60)
+        self.thread.join(200)
         assert not self.thread.is_alive()
         self.host.forms.close()
         self.context.destroy(linger=0)
