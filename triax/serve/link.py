@@ -308,7 +308,7 @@ class Link:
         )
         self._process, self._socket = process, socket
         order = wire.Open(str(self.source), self.settings.model_dump_json(), self.maker)
-        await socket.send(wire.encode(order))
+        socket.send(wire.encode(order))  # not waited for: one that dies before it connects never takes it
         reader = asyncio.create_task(self._read(socket))
         status = await process.wait()
         with suppress(asyncio.CancelledError):

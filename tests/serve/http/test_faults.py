@@ -186,6 +186,12 @@ def test_an_engine_that_is_still_loading_ends_with_its_server_too(start):
     until(lambda: not is_running(pid))
 
 
+def test_a_signal_that_comes_before_the_engine_has_begun_ends_the_server(start):
+    server = start(facts={"holds_load": True}, wait=False)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(100) in (0, -signal.SIGTERM)
+
+
 def test_loading_is_told_and_requests_wait_outside(start):
     server = start(facts={"holds_load": True}, wait=False)
     told = until(lambda: (tree := server.get("/health").json())["progress"] > 0 and tree)
