@@ -12,11 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.utils._device
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from triax.config.model import Model
 
-settings.register_profile("ci", derandomize=True, deadline=None, max_examples=20, database=None, print_blob=True)
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    deadline=None,
+    max_examples=20,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],  # a machine that pauses for a second says nothing of the code
+)
 settings.register_profile("soak", deadline=None, max_examples=500, print_blob=True)
 settings.load_profile("ci")
 
