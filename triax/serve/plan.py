@@ -52,8 +52,7 @@ class Row(NamedTuple):
     """Items with slot tokens among these tokens; an item may begin before them or end after them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """One step."""
 
     step: int

@@ -148,7 +148,7 @@ class Scheduler:
         if not rows and self.manager.tiers.moves.is_empty:
             return Plan(self._step)
         moves = self.manager.close()
-        if moves.is_unused:
+        if moves is None:
             plan = Plan(self._step, rows=tuple(rows), decode_tokens=decode_tokens, prefill_tokens=prefill_tokens)
         else:
             plan = Plan(
@@ -308,7 +308,7 @@ class Scheduler:
         assert self._open[0][0] is plan, "plans are committed in order"
         assert len(result.rows) == len(plan.rows), "one result a row"
         _, members = self._open.popleft()
-        advances, going = [], []
+        advances, going, ending = [], [], []
         for sequence, row, given in zip(members, plan.rows, result.rows, strict=True):
             holding = sequence.holding
             assert holding is not None
@@ -329,9 +329,11 @@ class Scheduler:
             advances.append((holding, position))
             if not sequence.is_closing:
                 going.append((sequence, given))
+            if sequence.is_closing or sequence.is_parking or not given.is_valid:
+                ending.append((sequence, given.is_valid))
         self.manager.land(advances)
-        for sequence, given in zip(members, result.rows, strict=True):
-            if not given.is_valid:
+        for sequence, is_valid in ending:
+            if not is_valid:
                 self.finish(sequence.number, keep=False)
                 sequence.keeps = False
             if sequence.in_flight or sequence.holding is None:

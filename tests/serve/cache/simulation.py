@@ -3,7 +3,6 @@
 import hashlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 
 from triax.config.serve import Prefixes, RequestClass, Scheduling
 from triax.serve.cache.check import faults
@@ -192,7 +191,7 @@ class Session:
     def fail(self) -> None:
         """The oldest plan stops half way: some rows have written, nothing came after them."""
         plan = self.open[0]
-        self.machine.run(replace(plan, rows=plan.rows[:1], after=(), beside=()), self.sequences)
+        self.machine.run(plan._replace(rows=plan.rows[:1], after=(), beside=()), self.sequences)
         self.open.clear()
         for sequence in self.scheduler.fail():
             self.ended[sequence.request.id] = "error"

@@ -208,12 +208,12 @@ class Manager:
             snapshot.is_pending = True
             tiers.pin_snapshot(snapshot)
 
-    def close(self) -> Moves:
-        """End the making of a step and return what it copies; a step without copies or rows is never landed."""
+    def close(self) -> Moves | None:
+        """End the making of a step and return what it copies, if anything; one without copies or rows never lands."""
         moves = self.tiers.moves
         if moves.is_unused and not self._taken:  # as most steps that only decode
             self._steps.append(None)
-            return moves
+            return None
         self.tiers.moves = Moves()
         self._steps.append(_Step(moves, self._taken))
         self._taken = []
