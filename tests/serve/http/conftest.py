@@ -1,5 +1,6 @@
 """Real servers: `triax serve` in a process of its own, with the scripted engine in another one."""
 
+import http.server
 import json
 import os
 import signal
@@ -202,6 +203,36 @@ def start(tmp_path):
     yield one
     for served in started:
         served.close()
+
+
+@pytest.fixture
+def odd():
+    """A server that answers as it is told: `card` to GET, `answer` to POST, each a status and a text."""
+
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.tell(*self.server.card)
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["content-length"]))
+            self.tell(*self.server.answer)
+
+        def tell(self, status, text):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *words):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as one:
+        one.card, one.answer = (200, json.dumps({"data": [{"id": "x"}]})), (200, "")
+        one.url = f"http://127.0.0.1:{one.server_port}"
+        thread = threading.Thread(target=one.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        yield one
+        one.shutdown()
+        thread.join()
 
 
 def said(answer: str, thought: str = "") -> str:

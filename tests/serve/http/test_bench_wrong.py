@@ -1,44 +1,11 @@
 """`triax bench serve` in front of what is no server of this API, or none for this client: words, never a traceback."""
 
-import http.server
-import json
-import threading
 from pathlib import Path
 
 import pytest
 
 from triax.errors import ConfigError
 from triax.serve.bench import Bench, Load, check_files
-
-
-@pytest.fixture
-def odd():
-    """A server that answers as it is told."""
-
-    class Answers(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.tell(*self.server.card)
-
-        def do_POST(self):
-            self.rfile.read(int(self.headers["content-length"]))
-            self.tell(200, self.server.stream)
-
-        def tell(self, status, text):
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *words):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as one:
-        one.card, one.stream = (200, json.dumps({"data": [{"id": "x"}]})), ""
-        one.url = f"http://127.0.0.1:{one.server_port}"
-        thread = threading.Thread(target=one.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        yield one
-        one.shutdown()
-        thread.join()
 
 
 @pytest.mark.parametrize(
@@ -60,7 +27,7 @@ def test_what_is_no_server_for_this_client_is_told(odd, status, text, told):
 
 @pytest.mark.parametrize("stream", ["", "data: [DONE]\n\n", 'data: {"choices": []}\n\n', "data: {oh\n\n"])
 def test_an_answer_without_a_token_is_an_error_and_no_quick_success(odd, stream):
-    odd.stream = stream
+    odd.answer = 200, stream
     tree = Bench(odd.url, Load(requests=2, prompt_tokens=3)).run()
     assert sum(tree["errors"].values()) == 2
     assert tree["request_s"]["p50"] == 0.0

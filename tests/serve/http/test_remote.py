@@ -1,46 +1,13 @@
 """Talking to servers of others: what is not of this API is told in words, and the talk goes on."""
 
-import http.server
 import json
-import threading
 
 import pytest
 
 from triax.errors import ConfigError
 from triax.serve.remote import Remote
 
-CARD = json.dumps({"data": [{"id": "x"}]})
 ASKED = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture
-def odd():
-    """A server that answers as it is told."""
-
-    class Answers(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.tell(200, self.server.card)
-
-        def do_POST(self):
-            self.rfile.read(int(self.headers["content-length"]))
-            self.tell(*self.server.answer)
-
-        def tell(self, status, text):
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *words):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as one:
-        one.card, one.answer = CARD, (200, "")
-        one.url = f"http://127.0.0.1:{one.server_port}"
-        thread = threading.Thread(target=one.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        yield one
-        one.shutdown()
-        thread.join()
 
 
 def event(**choice):
@@ -49,7 +16,7 @@ def event(**choice):
 
 @pytest.mark.parametrize("card", ["[1]", "{}", '{"data": []}', '{"data": [{}]}', '{"data": ["x"]}'])
 def test_a_server_without_a_model_is_told(odd, card):
-    odd.card = card
+    odd.card = 200, card
     with pytest.raises(ConfigError, match="not a server of this API"):
         Remote(odd.url)
 
