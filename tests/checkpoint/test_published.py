@@ -201,7 +201,7 @@ def test_a_config_file_that_is_absent_or_broken_is_refused_with_its_path(tmp_pat
 @pytest.mark.parametrize(("name", "found"), [("none", "nothing"), ("file", "a file")])
 def test_what_is_no_folder_is_told_as_that(tmp_path, name, found):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=f"{name}: is no folder of released weights; found {found}"):
+    with pytest.raises(ConfigError, match=f"{name}: is no folder of weights; found {found}"):
         read_config(tmp_path / name)
 
 

@@ -15,6 +15,8 @@ from triax.errors import ConfigError
 
 Family = Literal["kimi_k3", "kimi_linear", "kimi_k2", "deepseek_v3", "kimi_k25"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
+OF_A_RUN = ("recipe.json", "manifest.json")
+"""What a run and a checkpoint of one hold in place of a config."""
 LAYER_KINDS = ("linear_attention", "full_attention")
 
 # Keys that say nothing about the text model's tensors or arithmetic.
@@ -55,15 +57,28 @@ def read_config(folder: Path) -> Published:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        if not folder.is_dir():
-            found = "a file" if folder.exists() else "nothing"
-            raise ConfigError(f"{folder}: is no folder of released weights; found {found}; name one") from None
-        raise ConfigError(f"{path}: not found; a folder of released weights has one; copy it there") from None
+        raise _without_config(folder) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as problem:
         raise ConfigError(f"{path}: cannot be read as JSON; {problem}; copy it again") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: must be a JSON object; found `{type(config).__name__}`; copy it again")
     return parse(config, where=str(path))
+
+
+def _without_config(folder: Path) -> ConfigError:
+    """Tell what is no folder of released weights by what it is instead."""
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else "nothing"
+        return ConfigError(
+            f"{folder}: is no folder of weights; found {found}; name one with `config.json` and its files"
+        )
+    for mark in OF_A_RUN:
+        if (folder / mark).is_file():
+            return ConfigError(
+                f"{folder}: is a run or a checkpoint of one, which is checked whenever it is read; found `{mark}`; "
+                f"for released weights write `triax convert {folder} FOLDER --to bf16` first"
+            )
+    return ConfigError(f"{folder / 'config.json'}: not found; a folder of released weights has one; copy it there")
 
 
 def parse(config: Mapping[str, Any], where: str = "config.json") -> Published:

@@ -27,7 +27,6 @@ def verify(
     from triax.checkpoint.verify import verify as verify_folder
     from triax.cli.progress import Count
 
-    _check(path)
     total = sum(file.stat().st_size for file in path.glob("*.safetensors"))  # headers are next to nothing
     with Count("verify", total or None) as progress:
         found = verify_folder(path, structure=structure, workers=workers, report=progress.add)
@@ -79,7 +78,6 @@ def inspect(
     from triax.checkpoint.account import examine
     from triax.checkpoint.inspect import tree
 
-    _check(path)
     ledger = examine(path)
     branches = tree(ledger, layer)
     if as_json:
@@ -93,18 +91,3 @@ def inspect(
     wrong = sum(len(names) for names in ledger.problems.values())
     if wrong:
         print(f"{wrong:,} things are wrong with this folder: `triax checkpoint verify {path} --structure` lists them")
-
-
-def _check(path: Path) -> None:
-    """Refuse what is no folder of released weights with what it is instead."""
-    from triax.errors import ConfigError
-
-    if not path.is_dir():
-        found = "a file" if path.exists() else "nothing"
-        raise ConfigError(f"{path}: is no folder of weights; found {found}; name one with `config.json` and its files")
-    marks = [name for name in ("recipe.json", "manifest.json") if (path / name).is_file()]
-    if marks and not any((path / name).is_file() for name in ("config.json", "triax.json")):
-        raise ConfigError(
-            f"{path}: is a run or a checkpoint of one, which is checked whenever it is read; found `{marks[0]}`; "
-            f"for released weights write `triax convert {path} FOLDER --to bf16` first"
-        )

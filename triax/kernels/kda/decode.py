@@ -41,8 +41,8 @@ def step(inputs: Projected, weights: Weights, slots: Slots, slot: Int[Tensor, " 
 
     Convolution and SiLU, unit query and key, decay gate, recurrence, RMSNorm and output gate: on a GPU one launch, for
     keys and values of 32, 64, 128 and 256. A state of 256 by 256 outgrows the registers of a block: for it, as for
-    other sizes, torch operations run, with one warning; CUDA graphs cannot record those.
-    Everything is computed in fp32 (fp64 where an input is) whatever the format of the inputs. No gradients.
+    other sizes, torch operations run, with one warning. Everything is computed in fp32 (fp64 where an input is),
+    whatever the inputs' format. No gradients.
 
     Args:
         inputs: One token a row.

@@ -119,6 +119,7 @@ def replay(records: Records, accepted: Int[Tensor, " N"], slots: Slots, slot: In
     _walk(None, None, slots.state, slots.window, slot, None, None, records, accepted)
 
 
+@lru_cache(maxsize=256)  # every call asks whether it fits
 def shared_bytes(defines: tuple[tuple[str, str | int], ...]) -> int:
     """Return the bytes of shared memory that a block needs: the source's arrays, in its order."""
     named: dict[str, Any] = dict(defines)
