@@ -27,7 +27,7 @@ def test_more_pictures_than_the_queue_are_told_to_come_again(tmp_path):
         face = Face(link, tokenizer, settings)
 
         def ask():
-            return face.prepare(Request({"type": "http", "headers": []}, received), lambda: go_on.wait(60))
+            return face.prepare(Request({"type": "http", "headers": []}, received), lambda: go_on.wait(20))
 
         try:
             taken = [asyncio.create_task(ask()) for _ in range(MOST_UNPACKING + 2)]
