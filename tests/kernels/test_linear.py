@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triax import machine
-from triax.kernels.linear import linear, operand
+from triax.kernels.dispatch import batch_invariant
+from triax.kernels.linear import linear, linear_by_head, linear_fp32, operand
 
 HALF_STEP = 2.0**-8  # bf16 keeps 8 significant bits, so rounding errs by this much of a value
 
@@ -114,3 +115,21 @@ def test_an_operand_holds_the_rounded_numbers_in_the_format_that_is_multiplied(n
     rounded = operand(tensor, torch.bfloat16)
     assert rounded.dtype is (torch.bfloat16 if native else torch.float32)
     assert torch.equal(rounded.float(), tensor.bfloat16().float())
+
+
+def test_each_head_is_multiplied_by_its_own_weight_and_alone_in_batch_invariant_mode():
+    hidden, weight = torch.randn(40, 3, 16), torch.randn(3, 8, 16)
+    expected = torch.stack([hidden[:, h] @ weight[h].T for h in range(3)], dim=1)
+    torch.testing.assert_close(linear_by_head(hidden, weight), expected)
+    with batch_invariant():
+        whole, alone = linear_by_head(hidden, weight), linear_by_head(hidden[7:8], weight)
+    torch.testing.assert_close(whole, expected)
+    assert torch.equal(whole[7:8], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_narrow_operands_give_products_that_are_not_rounded_to_their_format(dtype):
+    hidden, weight = torch.randn(5, 64).to(dtype), torch.randn(6, 64).to(dtype)
+    found = linear_fp32(hidden, weight)
+    assert found.dtype is torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(found.double(), hidden.double() @ weight.double().T, rtol=1e-5, atol=1e-4)

@@ -8,9 +8,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from triax.errors import ConfigError
+from triax.kernels.dispatch import batch_invariant, mode
 from triax.kernels.linear import tiled
 from triax.model.decoder import Decoder
-from triax.model.exact import exact, is_exact
 from triax.model.layout import Layout
 from triax.model.logprob import exact_logprobs, logprobs
 from triax.model.memory import Arena, Memory, Part
@@ -36,15 +36,15 @@ def arena_of(model, num_slots=6, num_pages=40):
     return arena
 
 
-def forward(model, arena, parts, streams, is_exact=True):
+def forward(model, arena, parts, streams, is_invariant=True):
     """Run one forward: early parts (one token, or tried) first; return each part's logits and the memory."""
     early = [n for n, part in enumerate(parts) if part.length == 1 or not part.is_kept]
     order = early + [n for n in range(len(parts)) if n not in early]
     tokens = torch.cat([streams[n] for n in order])
-    pads = -len(tokens) % tiled.ROWS if is_exact else 0
-    memory = Memory.of(model.settings, arena, [parts[n] for n in order], len(early), pads)
+    pads = -len(tokens) % tiled.ROWS if is_invariant else 0
     padded = torch.nn.functional.pad(tokens, (0, pads))
-    with exact(is_exact), torch.no_grad():
+    with batch_invariant(is_invariant), torch.no_grad():
+        memory = Memory.of(model.settings, arena, [parts[n] for n in order], len(early), pads)
         logits = model.logits(model(padded, memory.layout, memory))
     starts = memory.layout.starts
     return {n: logits[starts[i] : starts[i + 1]] for i, n in enumerate(order)}, memory
@@ -83,14 +83,15 @@ def test_a_token_has_the_same_bits_however_its_sequence_is_cut_and_whatever_runs
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("is_exact", [True, False])
-def test_the_memory_gives_what_the_plain_forward_gives(models, kind, is_exact):
+@pytest.mark.parametrize("is_invariant", [True, False])
+def test_the_memory_gives_what_the_plain_forward_gives(models, kind, is_invariant):
     model, tokens = models[kind], tokens_of(30)
     arena = arena_of(model)
     clear(arena, 4)
-    first, _ = forward(model, arena, [Part(4, (5, 6, 3), 0, 20)], [tokens[:20]], is_exact)
+    first, _ = forward(model, arena, [Part(4, (5, 6, 3), 0, 20)], [tokens[:20]], is_invariant)
     tail = [
-        forward(model, arena, [Part(4, (5, 6, 3, 2), t, 1)], [tokens[t : t + 1]], is_exact)[0][0] for t in range(20, 30)
+        forward(model, arena, [Part(4, (5, 6, 3, 2), t, 1)], [tokens[t : t + 1]], is_invariant)[0][0]
+        for t in range(20, 30)
     ]
     with torch.no_grad():
         expected = model.logits(model(tokens, Layout.of([30])))
@@ -151,7 +152,7 @@ def test_exact_logprobs_are_those_of_the_ordinary_forward_and_the_same_in_any_ba
         assert alone[0] == 0
         expected = table[start : start + length - 1].gather(-1, own[1:, None]).squeeze(-1).float()
         torch.testing.assert_close(alone[1:], expected, rtol=2e-6, atol=1e-5)
-    assert not is_exact()
+    assert mode() == "fast"
 
 
 def test_every_place_of_a_tile_counts_the_same_on_this_machine(models):

@@ -4,8 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from triax.kernels.attention_residual import mix, reference
-from triax.model.exact import is_exact
+from triax.kernels.attention_residual import mix
 from triax.model.norm import RMSNorm
 
 
@@ -29,8 +28,7 @@ class AttentionMix(nn.Module):
 
     def forward(self, sources: list[Float[Tensor, "T D"]]) -> Float[Tensor, "T D"]:
         """Mix the sources, oldest first; with `record` on, leave their mean weights in `mean_weight`."""
-        average = reference.mix if is_exact() else mix  # the other form goes by the number of tokens
-        mixed, weight = average(sources, self.norm, self.query, self.eps)
+        mixed, weight = mix(sources, self.norm, self.query, self.eps)
         if self.record and len(weight):
             self.mean_weight = weight.detach().mean(0)
         return mixed

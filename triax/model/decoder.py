@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from triax.config.model import BlockResiduals, Model
 from triax.errors import ConfigError
-from triax.kernels.linear import linear, tiled
+from triax.kernels.linear import linear
 from triax.model.attention_residual import AttentionMix, Stream
 from triax.model.cache import Cache, KdaCache, MlaCache
-from triax.model.exact import is_exact
 from triax.model.gated_mla import GatedMLA
 from triax.model.gated_mlp import GatedMlp
 from triax.model.kda import KDA
@@ -228,7 +227,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "T D"]) -> Float[Tensor, "T vocab"]:
         """Return the score of every token of the vocabulary."""
-        return (tiled.linear if is_exact() else linear)(hidden, self.head.weight)
+        return linear(hidden, self.head.weight)
 
     def join(self) -> None:
         """Let products that read the same input run as one, once the model stands where it will answer.

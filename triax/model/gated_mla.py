@@ -5,10 +5,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from triax.config import model as config
-from triax.kernels.linear import linear, tiled
+from triax.kernels.linear import linear, linear_by_head
 from triax.kernels.mla import attend, decode, pagewise
 from triax.model.cache import MlaCache
-from triax.model.exact import is_exact
 from triax.model.layout import Layout
 from triax.model.matrix import Blocks, Joins, Linear, matrix
 from triax.model.memory import Memory, MlaPages
@@ -171,10 +170,10 @@ class GatedMLA(Joins):
         """Attend over latents that lie in pages: absorbed while few tokens are new, else with keys rebuilt."""
         memory, starts = cache.memory, cache.memory.layout.starts
         count = max(len(memory.parts), memory.num_early)
-        absorbed = count if is_exact() else memory.num_early
+        absorbed = memory.num_stepwise
         early = starts[absorbed]
         reads = []
-        if early and memory.arena.has_kernels and not is_exact():
+        if early and memory.has_kernels:
             queries = self._into_latent(query[:early]).unflatten(0, memory.seen.shape)
             tables = memory.tables[: memory.num_early]
             mean = decode(queries, cache.latent, tables, memory.seen, self.scale, self.settings.kv_latent_dim)
@@ -210,7 +209,7 @@ class GatedMLA(Joins):
     def _is_far(self, memory: Memory, row: int) -> bool:
         """Whether a prompt's piece is so short beside what was there before that no keys should be rebuilt for it."""
         part = memory.parts[row]
-        return memory.arena.has_kernels and not is_exact() and part.length <= FEW and part.position >= FAR
+        return memory.has_kernels and part.length <= FEW and part.position >= FAR
 
     def _of_far(self, query: Float[Tensor, "T H K"], cache: MlaPages, row: int) -> Float[Tensor, "t H V"]:
         memory, (first, end) = cache.memory, cache.memory.layout.starts[row : row + 2]
@@ -223,19 +222,13 @@ class GatedMLA(Joins):
         """Move the keys' half of W_up to the query."""
         up_key, _ = self._up()
         content, shared = query.split([self.settings.nope_dim, self.settings.rope_dim], dim=-1)
-        if is_exact():
-            absorbed = torch.stack([tiled.linear(content[:, h], up_key[h].T) for h in range(len(up_key))], dim=1)
-        else:
-            absorbed = torch.einsum("thn,hnl->thl", content, up_key.to(content.dtype))
+        absorbed = linear_by_head(content, up_key.mT.to(content.dtype))
         return torch.cat([absorbed, shared], dim=-1)
 
     def _from_latent(self, mean: Float[Tensor, "T H L"]) -> Float[Tensor, "T H V"]:
         """Rebuild the heads' values from their mean latents, in the format of these."""
         _, up_value = self._up()
-        up_value = up_value.to(mean.dtype)
-        if is_exact():
-            return torch.stack([tiled.linear(mean[:, h], up_value[h]) for h in range(len(up_value))], dim=1)
-        return torch.einsum("thl,hvl->thv", mean, up_value)
+        return linear_by_head(mean, up_value.to(mean.dtype))
 
     def _up(self) -> tuple[Float[Tensor, "H K L"], Float[Tensor, "H V L"]]:
         up = self.latent_up.weight.unflatten(0, (self.settings.num_heads, -1))

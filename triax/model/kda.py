@@ -16,9 +16,8 @@ from triax.kernels.kda.raw import kda_from_raw
 from triax.kernels.kda.reference import KdaResult
 from triax.kernels.kda.slots import UNIT_EPS, Projected, Slots, Weights
 from triax.kernels.linear import linear
-from triax.kernels.short_conv import gathered, short_conv
+from triax.kernels.short_conv import short_conv
 from triax.model.cache import KdaCache
-from triax.model.exact import is_exact
 from triax.model.layout import Layout
 from triax.model.matrix import Blocks, Joins, Linear, join, matrix
 from triax.model.memory import Drafts, KdaSlots
@@ -80,7 +79,7 @@ class KDA(Joins, KeepsFp32):
     ) -> Float[Tensor, "T D"]:
         """Read and update the memory of each sequence, in order; the cache, if any, is continued in place."""
         inputs = self._project(hidden)
-        if isinstance(cache, KdaSlots) and cache.memory.arena.has_kernels and not is_exact():
+        if isinstance(cache, KdaSlots) and cache.memory.has_kernels:
             return self.output(self._by_kernels(inputs, cache).flatten(-2))
         if isinstance(cache, KdaSlots):
             read = self._over_slots(inputs, cache)
@@ -227,11 +226,10 @@ class KDA(Joins, KeepsFp32):
     def _over_slots(self, inputs: Projected, cache: KdaSlots) -> Float[Tensor, "T H V"]:
         """Continue sequences whose states lie in slots: a token at a time while few are new, else in chunks."""
         memory, starts = cache.memory, cache.memory.layout.starts
-        convolve = gathered.short_conv if is_exact() else short_conv
-        mixed, window = convolve(inputs.mixed, self._kernels(), cache.window[memory.slots], starts)
+        mixed, window = short_conv(inputs.mixed, self._kernels(), cache.window[memory.slots], starts)
         query, key, value, log_decay, beta = self._activate(mixed, inputs)
         kept = log_decay.exp()
-        count, stepwise = len(memory.parts), len(memory.parts) if is_exact() else memory.num_early
+        count, stepwise = len(memory.parts), memory.num_stepwise
         read, state = stepped.kda(
             query, key, value, kept, beta, cache.state[memory.slots[:stepwise]], starts[: stepwise + 1]
         )

@@ -7,10 +7,8 @@ from torch import Tensor, nn
 
 from triax.config.model import Activation, Moe
 from triax.kernels import moe as kernel
-from triax.kernels.moe import tiled
 from triax.kernels.moe.weights import Stacks
 from triax.model.branch import Branch
-from triax.model.exact import is_exact
 from triax.model.gated_mlp import GatedMlp
 from triax.model.matrix import Blocks, Joins, join, matrix
 from triax.model.norm import RMSNorm
@@ -42,10 +40,7 @@ class Experts(nn.Module):
     ) -> Float[Tensor, "T L"]:
         """Add what each token's experts return, by their shares, and what stands beside them."""
         weights = (self.gate, self.up, self.down, self.activation)
-        if not is_exact():
-            return kernel.experts(hidden, *routing, *weights, beside, self.rounded, self.sums)
-        output = tiled.experts(hidden, *routing, *weights)
-        return output if beside is None else output + beside
+        return kernel.experts(hidden, *routing, *weights, beside, self.rounded, self.sums)
 
     def matrices(self) -> Blocks:
         """Return the logical matrices for the optimiser: each expert's own."""
@@ -103,8 +98,8 @@ class LatentMoe(Joins):
 
     def _both(self, hidden: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return the router's scores before the sigmoid, in fp32, and the latent, where one product makes both."""
-        whole = self.joined
-        if whole is None or torch.is_grad_enabled() or is_exact() or hidden.dtype is not whole.dtype:
+        whole = self.whole()
+        if whole is None or torch.is_grad_enabled() or hidden.dtype is not whole.dtype:
             return None, None
         if torch.is_autocast_enabled(hidden.device.type):  # which would round the scores
             return None, None

@@ -5,9 +5,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from triax.kernels.dispatch import batch_invariant
 from triax.kernels.linear import tiled
 from triax.model.decoder import Decoder
-from triax.model.exact import exact
 from triax.model.layout import Layout
 from triax.model.memory import Arena, Memory, Part
 
@@ -41,11 +41,11 @@ def exact_logprobs(
         parts.append(Part(row + 1, tuple(range(first, first + count)), 0, length))
         first += count
     arena = Arena.empty(model.settings, len(parts), first - 1, PAGE_TOKENS, weight.device, weight.dtype)
-    memory = Memory.of(model.settings, arena, parts, 0, -layout.num_tokens % tiled.ROWS)
     was_training = model.training
     model.eval()
     try:
-        with exact():
+        with batch_invariant():
+            memory = Memory.of(model.settings, arena, parts, 0, -layout.num_tokens % tiled.ROWS)
             logits = model.logits(model(F.pad(tokens, (0, memory.num_pads)), memory.layout, memory))
     finally:
         model.train(was_training)

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from triax.kernels.linear import linear, tiled
-from triax.model.exact import is_exact
+from triax.kernels.dispatch import mode
+from triax.kernels.linear import linear
 
 Blocks = dict[str, tuple[int, ...]]
 """Parameter names to the row counts of the logical matrices in it, repeated to its end; a layer states its own."""
@@ -18,7 +18,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
         """Transform each row."""
-        return (tiled.linear if is_exact() else linear)(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias)
 
 
 def matrix(width_in: int, width_out: int, init_std: float) -> Linear:
@@ -43,8 +43,15 @@ class Joins(nn.Module):
         self.joined = join([product.weight for product in self.joinable()])
 
     def whole(self) -> Tensor | None:
-        """Return the joined weights where they serve: a gradient would end in them, unless they are a leaf for it."""
-        serves = self.joined is not None and (self.joined.requires_grad or not torch.is_grad_enabled())
+        """Return the joined weights where they serve: a gradient would end in them, unless they are a leaf for it.
+
+        Neither do they in batch-invariant mode, whose bits are those of the separate products.
+        """
+        serves = (
+            self.joined is not None
+            and mode() != "batch_invariant"
+            and (self.joined.requires_grad or not torch.is_grad_enabled())
+        )
         return self.joined if serves else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from triax.config.model import Model
 from triax.errors import ConfigError
+from triax.kernels.dispatch import mode
 from triax.kernels.kda import stepped
 from triax.kernels.kda.decode import replay
 from triax.kernels.kda.slots import Records, Slots
@@ -184,6 +185,11 @@ class Memory:
     def __init__(self, arena: Arena, parts: Sequence[Part], num_early: int, num_pads: int = 0) -> None:
         assert all(part.is_kept for part in parts[num_early:]), "only early rows try drafts"
         self.arena, self.parts, self.num_early, self.num_pads = arena, tuple(parts), num_early, num_pads
+        is_invariant = mode() == "batch_invariant"
+        self.has_kernels = arena.has_kernels and not is_invariant
+        """Whether early sequences go through kernels, all with the same number of tokens."""
+        self.num_stepwise = len(parts) if is_invariant else num_early
+        """The first so many sequences advance token by token, the others in chunks."""
         every = [*parts, Part(0, (0,), 0, num_pads)] if num_pads else [*parts]
         self.layout = Layout.of([part.length for part in every])
         self.early = self.layout.starts[num_early]
@@ -203,7 +209,7 @@ class Memory:
             self.positions[self.layout.num_tokens - num_pads :] = 0
         row = self.layout.sequence(device)
         self.places = self.tables[row, self.positions // page] * page + self.positions % page
-        if arena.has_kernels and num_early:
+        if self.has_kernels and num_early:
             self.seen = (self.positions[: self.early] + 1).view(num_early, -1).int()
             if self.seen.shape[1] > 1:  # padding sees nothing and is written where nobody reads
                 real = on_device([part.real or part.length for part in parts[:num_early]], device)
@@ -239,7 +245,8 @@ class Memory:
         memory = cls.__new__(cls)
         count, page = len(slots), arena.latent.shape[2]
         memory.arena, memory.parts, memory.num_pads = arena, (), 0
-        memory.num_early = memory.early = count
+        memory.num_early = memory.num_stepwise = memory.early = count
+        memory.has_kernels = arena.has_kernels
         memory.layout, memory.lengths = Layout.of([1] * count), []
         memory.slots, memory.tables, memory.positions = slots, tables, positions
         column = (positions // page).long()[:, None]
@@ -281,7 +288,7 @@ class Memory:
         """
         tried = [n for n, part in enumerate(self.parts) if not part.is_kept]
         assert len(counts) == len(tried)
-        if self.arena.has_kernels:
+        if self.has_kernels:
             accepted = on_device(counts, self.slots.device)
             for layer in self.layers:
                 if isinstance(layer, KdaSlots):

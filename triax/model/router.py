@@ -4,15 +4,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from triax.config.model import Moe
-from triax.kernels.linear import of_one_row, tiled
+from triax.kernels.linear import linear_fp32
 from triax.kernels.moe.choice import Places, Tallied, choose
-from triax.model.exact import is_exact
-from triax.model.precision import KeepsFp32, at_least_fp32
+from triax.model.precision import KeepsFp32
 
 SCORE_UNIT = (
     2.0**-20
@@ -73,7 +71,7 @@ class Router(KeepsFp32):
         """
         if logit is None:
             with _no_autocast(hidden):
-                logit = self._logit(hidden)
+                logit = linear_fp32(hidden, self.weight)
         counts_it = forced is None and self.training and torch.is_grad_enabled() and not _is_recomputing()
         if forced is None and (found := self._choose_at_once(logit, counts_it=counts_it)):
             return found
@@ -90,19 +88,10 @@ class Router(KeepsFp32):
             share = share / (share.sum(-1, keepdim=True) + 1e-20)
         return Routing(expert, share * self.moe.share_scale if self.moe.share_scale != 1.0 else share)
 
-    def _logit(self, hidden: Tensor) -> Tensor:
-        """Return the scores before the sigmoid; where nobody learns, matrix units add bf16 products up in fp32."""
-        is_narrow = hidden.dtype is self.weight.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
-        if hidden.is_cuda and is_narrow and not torch.is_grad_enabled() and not is_exact():
-            found = of_one_row(hidden, self.weight, torch.float32) if len(hidden) == 1 else None
-            return torch.mm(hidden, self.weight.T, out_dtype=torch.float32) if found is None else found
-        wide = at_least_fp32(hidden)
-        return (tiled.linear if is_exact() else F.linear)(wide, self.weight.to(wide.dtype))
-
     def _choose_at_once(self, logit: Tensor, *, counts_it: bool) -> Routing | None:
         """Choose and count in one kernel, where there is one and no group of experts is left out."""
         moe = self.moe
-        if moe.top_groups < moe.num_groups or is_exact():
+        if moe.top_groups < moe.num_groups:
             return None
         places = None
         if counts_it:

@@ -83,7 +83,7 @@ class Engine:
             self.store,
             tokenizer.vocab_size,
             unsaid,
-            is_exact=self.settings.is_deterministic,
+            is_batch_invariant=self.settings.is_deterministic,
             drafter=self.drafter,
             graphs=graphs_of(model, self.store, self.settings, most, tokenizer.vocab_size, unsaid),
         )

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from triax.kernels.dispatch import batch_invariant
 from triax.kernels.linear import tiled
 from triax.model.decoder import Decoder
 from triax.model.device import on_device
-from triax.model.exact import exact
 from triax.model.media import Inserts
 from triax.model.memory import Memory, Part
 from triax.model.vision import Media
@@ -45,7 +45,7 @@ class Runner:
         store: Where states and latents lie.
         vocab_size: Tokens that the tokenizer has; logits beyond stand for no text.
         unsaid: Tokens that are never chosen.
-        is_exact: Compute each token to the same bits whatever runs beside it.
+        is_batch_invariant: Compute each token to the same bits whatever runs beside it.
         drafter: Who makes drafts, if anybody.
         graphs: Runs steps that only decode, on a GPU.
     """
@@ -57,15 +57,15 @@ class Runner:
         vocab_size: int,
         unsaid: Sequence[int],
         *,
-        is_exact: bool = False,
+        is_batch_invariant: bool = False,
         drafter: Drafter | None = None,
         graphs: Graphs | None = None,
     ) -> None:
-        self.model, self.store, self.vocab_size, self.is_exact, self.drafter = (
+        self.model, self.store, self.vocab_size, self.is_batch_invariant, self.drafter = (
             model,
             store,
             vocab_size,
-            is_exact,
+            is_batch_invariant,
             drafter,
         )
         self.device = model.embed.weight.device
@@ -113,7 +113,7 @@ class Runner:
         if was_training:
             self.model.eval()
         try:
-            with exact(self.is_exact):
+            with batch_invariant(self.is_batch_invariant):
                 flight = self._rows(plan.rows) if plan.rows else Flight(self, ())
         finally:
             if was_training:
@@ -176,7 +176,7 @@ class Runner:
             parts.append(Part(row.slot, row.pages, row.position, len(tokens), is_kept, len(row.tokens)))
             streams.append(tokens)
         stream = [token for tokens in streams for token in tokens]
-        pads = -len(stream) % tiled.ROWS if self.is_exact else 0
+        pads = -len(stream) % tiled.ROWS if self.is_batch_invariant else 0
         memory = Memory.of(self.model.settings, self.store.device, parts, early, pads)
         tokens = on_device(stream + [0] * pads, self.device)
         if PENDING in stream:
@@ -281,7 +281,7 @@ class Runner:
         if not row.drafts:
             return drawn
         drafts = row.tokens[len(row.tokens) - row.drafts :]
-        odds = self.drafter.odds(row.sequence) if self.drafter is not None and not self.is_exact else None
+        odds = self.drafter.odds(row.sequence) if self.drafter is not None and not self.is_batch_invariant else None
         count = next((n for n, is_fine in enumerate(fine) if not is_fine), len(fine))
         if odds is None:
             return drawn[: min(agree(drafts, drawn) + 1, count)]

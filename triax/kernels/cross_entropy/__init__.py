@@ -1,12 +1,12 @@
 """Cross-entropy of given logits and its slope, for a head that works on a few tokens at a time."""
 
-import os
 from importlib.util import find_spec
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from triax.kernels.cross_entropy import reference
+from triax.kernels.dispatch import mode
 
 
 def nats(
@@ -25,7 +25,7 @@ def nats(
     Returns:
         Costs in fp32 (fp64 for such logits), and the slope: on a GPU in the logits' format, elsewhere as the costs.
     """
-    if logit.is_cuda and os.environ.get("TRIAX_KERNELS") != "reference" and find_spec("triton") is not None:
+    if logit.is_cuda and mode() != "reference" and find_spec("triton") is not None:
         from triax.kernels.cross_entropy import fused
 
         if logit.dtype in fused.DTYPES:

@@ -1,7 +1,6 @@
 """Kimi Delta Attention: a memory per head that is corrected, not summed, and in which every channel forgets alone."""
 
 import math
-import os
 import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -13,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from triax.errors import UnsupportedError
+from triax.kernels.dispatch import mode
 from triax.kernels.kda import reference
 from triax.kernels.kda.chunk import kda_chunk
 from triax.kernels.kda.decode import decode
@@ -83,7 +83,7 @@ def kda(
     starts, states_at = tuple(starts), tuple(states_at)
     _check_shapes(query, key, value, log_decay, beta, state, starts)
     check_numbers(starts, states_at, lowest_log_decay, chunk)
-    if os.environ.get("TRIAX_KERNELS") == "reference":
+    if mode() == "reference":
         return reference.kda(query, key, value, log_decay, beta, state, starts, states_at=states_at)
     if not query.is_cuda:
         query, key = reference.ungrouped(query, value.shape[1]), reference.ungrouped(key, value.shape[1])

@@ -1,6 +1,5 @@
 """Kimi Delta Attention for decoding: one token for each sequence, all at once, and drafts tried before they count."""
 
-import os
 import warnings
 from typing import Any
 
@@ -9,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from triax.errors import UnsupportedError
+from triax.kernels.dispatch import mode
 from triax.kernels.kda import stepping
 from triax.kernels.kda.reference import state_dtype
 from triax.kernels.kda.slots import Projected, Records, Slots, Weights
@@ -131,7 +131,7 @@ def replay(records: Records, accepted: Int[Tensor, " N"], slots: Slots, slot: In
 
 def _form(state: Tensor, *streams: Tensor, window: Tensor | None = None, tokens: int = 1, pending: int = 0) -> Any:
     """Choose the kernel on a GPU, the definition elsewhere and where `TRIAX_KERNELS=reference` asks for it."""
-    if not state.is_cuda or os.environ.get("TRIAX_KERNELS") == "reference":
+    if not state.is_cuda or mode() == "reference":
         return stepping
     from triax.kernels.kda import fused
 

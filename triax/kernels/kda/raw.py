@@ -4,7 +4,6 @@ On Hopper the kernels apply them in registers, forward and backward, so that not
 """
 
 import math
-import os
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from triax.kernels.dispatch import mode
 from triax.kernels.kda.direct import Pass, with_gradient
 from triax.kernels.kda.reference import KdaResult, state_dtype
 from triax.kernels.kda.slots import UNIT_EPS
@@ -83,7 +83,7 @@ def kda_from_raw(
     """
     from triax.kernels import kda as operation
 
-    if query.is_cuda and len(query) and os.environ.get("TRIAX_KERNELS") != "reference":
+    if query.is_cuda and len(query) and mode() != "reference":
         from triax.kernels.kda.flash import LOWEST_ANCHORED
         from triax.kernels.kda.hopper import passes
 

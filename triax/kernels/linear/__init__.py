@@ -4,7 +4,6 @@ There torch's own bf16 products run many times slower than fp32, so the operands
 the fp32 units: what bf16 units with fp32 accumulation would return.
 """
 
-import os
 from importlib.util import find_spec
 
 import torch
@@ -13,7 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from triax import machine
-from triax.kernels.linear import rounded
+from triax.kernels.dispatch import mode
+from triax.kernels.linear import rounded, tiled
 
 
 def linear(
@@ -24,6 +24,8 @@ def linear(
     Under bf16 autocast on a CPU without bf16 instructions operands and result are rounded to bf16, and the gradient of
     the weight comes in the weight's own format; everywhere else this is torch's own product.
     """
+    if mode() == "batch_invariant":
+        return tiled.linear(hidden, weight, bias)
     kind = hidden.device.type
     if (
         kind == "cpu"
@@ -43,11 +45,32 @@ def of_one_row(
     hidden: Float[Tensor, "*rows I"], weight: Float[Tensor, "O I"], dtype: torch.dtype | None = None
 ) -> Float[Tensor, "*rows O"] | None:
     """Return the product of one row, summed in fp32, where there is a kernel for that; no gradient."""
-    if torch.is_autocast_enabled("cuda") or os.environ.get("TRIAX_KERNELS") == "reference" or not find_spec("triton"):
+    if torch.is_autocast_enabled("cuda") or mode() != "fast" or not find_spec("triton"):
         return None
     from triax.kernels.linear import single
 
     return single.linear(hidden, weight, dtype) if single.unsupported(hidden, weight) is None else None
+
+
+def linear_fp32(hidden: Float[Tensor, "T I"], weight: Float[Tensor, "O I"]) -> Float[Tensor, "T O"]:
+    """Return `hidden weight^T` in fp32 (fp64 for such operands).
+
+    Where nobody learns, a GPU's matrix units add up bf16 products in fp32 and the result is never rounded to bf16;
+    elsewhere the operands are made wide first. The caller sees to it that no autocast rounds them.
+    """
+    is_narrow = hidden.dtype is weight.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
+    if hidden.is_cuda and is_narrow and not torch.is_grad_enabled() and mode() != "batch_invariant":
+        found = of_one_row(hidden, weight, torch.float32) if len(hidden) == 1 else None
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32) if found is None else found
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    return linear(hidden.to(dtype), weight.to(dtype))
+
+
+def linear_by_head(hidden: Float[Tensor, "T H I"], weight: Float[Tensor, "H O I"]) -> Float[Tensor, "T H O"]:
+    """Return `hidden weight^T` of every head, each with a weight of its own."""
+    if mode() == "batch_invariant":
+        return torch.stack([tiled.linear(hidden[:, h], weight[h]) for h in range(len(weight))], dim=1)
+    return torch.einsum("thi,hoi->tho", hidden, weight)
 
 
 def emulates(dtype: torch.dtype, device: str) -> bool:

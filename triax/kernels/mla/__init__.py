@@ -1,6 +1,5 @@
 """Causal attention of packed sequences with different widths of keys and values."""
 
-import os
 import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -9,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from triax.kernels.dispatch import mode
 from triax.kernels.mla import blocked, paged, ragged, reference, sdpa
 
 
@@ -27,7 +27,7 @@ def attend(
     The largest logit of each head is computed for its own sake only on GPUs, and there only `with_largest`.
     """
     inputs = (query, key, value, query_starts, key_starts, scale)
-    if os.environ.get("TRIAX_KERNELS") == "reference":
+    if mode() == "reference":
         return reference.attend(*inputs)
     if query.is_cuda and query.dtype is not torch.float64:
         if not with_largest and not torch.is_grad_enabled() and ragged.unsupported(query, key, value) is None:
@@ -61,7 +61,7 @@ def decode(
     Source: DeepSeek-V2 (arXiv 2405.04434) section 2.1.
     """
     inputs = (query, latent, table, seen, scale, value_dim)
-    if not query.is_cuda or os.environ.get("TRIAX_KERNELS") == "reference":
+    if not query.is_cuda or mode() == "reference":
         return paged.decode(*inputs)
     if find_spec("triton") is None:
         reason = "an installation without Triton"

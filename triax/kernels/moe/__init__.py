@@ -1,6 +1,5 @@
 """Routed experts: each token goes through a few of many small gated MLPs."""
 
-import os
 import warnings
 from importlib.util import find_spec
 
@@ -8,7 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from triax.kernels.moe import grouped, reference
+from triax.kernels.dispatch import mode
+from triax.kernels.moe import grouped, reference, tiled
 from triax.kernels.moe.activation import Activation
 from triax.kernels.moe.weights import Stacks, routed
 
@@ -42,8 +42,9 @@ def experts(
             none. Spares writing and reading them once more for every microbatch.
     """
     weights = Stacks(gate, up, down)
-    if os.environ.get("TRIAX_KERNELS") == "reference":
-        output = reference.experts(hidden, expert, share, *routed(weights, rounded, sums), activation)
+    if mode() != "fast":
+        form = tiled if mode() == "batch_invariant" else reference
+        output = form.experts(hidden, expert, share, *routed(weights, rounded, sums), activation)
         return output if beside is None else output + beside
     is_learning = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, share, *weights))
     output = None

@@ -1,11 +1,12 @@
 """The router's choice: which kernel makes it, and what is counted on the way."""
 
-import os
 from importlib.util import find_spec
 from typing import NamedTuple
 
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from triax.kernels.dispatch import mode
 
 
 class Places(NamedTuple):
@@ -50,7 +51,7 @@ def choose(
         places: Where to count; none counts nothing. The margin of a token and an expert is the best loser's biased
             score minus the expert's plain one.
     """
-    if not logit.is_cuda or os.environ.get("TRIAX_KERNELS") == "reference" or find_spec("triton") is None:
+    if not logit.is_cuda or mode() != "fast" or find_spec("triton") is None:
         return None
     from triax.kernels.moe import best
 

@@ -1,6 +1,5 @@
 """Routed experts whose weights stay MXFP4 in memory: which of the forms computes them."""
 
-import os
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -9,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from triax.kernels.dispatch import mode
 from triax.kernels.mx import looped, mxfp8
 from triax.kernels.mx.mxfp4 import Mxfp4
 
@@ -75,7 +75,7 @@ def _experts(
     rounded: bool,
 ) -> Tensor:
     is_learning = torch.is_grad_enabled() and (hidden.requires_grad or share.requires_grad)
-    if hidden.is_cuda and os.environ.get("TRIAX_KERNELS") != "reference" and not is_learning:
+    if hidden.is_cuda and mode() != "reference" and not is_learning:
         from triax.kernels.mx import planned, sliced, streamed
 
         if streamed.unsupported(hidden, expert, gate, up, down, activation) is None:

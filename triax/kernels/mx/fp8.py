@@ -7,7 +7,6 @@ Source: DeepSeek-V3 (arXiv 2412.19437) section 3.3.
 """
 
 import math
-import os
 from functools import cache
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from triax.errors import CheckpointError
+from triax.kernels.dispatch import mode
 from triax.kernels.mx import reference, refuse
 from triax.kernels.mx.reference import BLOCK, E4M3
 from triax.kernels.mx.spread import spread
@@ -50,7 +50,7 @@ def quantize(weight: Shaped[Tensor, "..."], *, name: str = "weight", threads: in
     refuse.source(weight, name, "fp8")
     _refuse_no_matrix(weight, name)
     weight = weight.detach()
-    if os.environ.get("TRIAX_KERNELS") == "reference" and weight.numel():
+    if mode() == "reference" and weight.numel():
         if not weight.isfinite().all():
             raise refuse.not_finite(weight, name)
         code, scale = reference.quantize_fp8(weight.cpu())
@@ -102,7 +102,7 @@ def dequantize(
     refuse.scale(name, scale, lambda: _used(weight))
     code = weight.view(torch.uint8)
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    if os.environ.get("TRIAX_KERNELS") == "reference" and weight.numel():
+    if mode() == "reference" and weight.numel():
         out.copy_(reference.dequantize_fp8(code.cpu(), scale.cpu()).view(weight.shape).float())
         _refuse_product(out, name)
         return out

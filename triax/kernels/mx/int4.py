@@ -6,7 +6,6 @@ group is zero. Codes of a release may follow another rule: keep their pair.
 Source: Kimi K2 Thinking and K2.5 model cards (INT4 weights, group 32, symmetric).
 """
 
-import os
 from functools import cache
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from triax.errors import CheckpointError
+from triax.kernels.dispatch import mode
 from triax.kernels.mx import reference, refuse
 from triax.kernels.mx.reference import GROUP
 from triax.kernels.mx.spread import pieces, spread
@@ -59,7 +59,7 @@ def quantize(weight: Shaped[Tensor, "..."], *, name: str = "weight", threads: in
     weight = weight.detach()
     rows, columns = weight.shape
     shape = torch.tensor([rows, columns], dtype=torch.int32)
-    if os.environ.get("TRIAX_KERNELS") == "reference" and weight.numel():
+    if mode() == "reference" and weight.numel():
         if not weight.isfinite().all():
             raise refuse.not_finite(weight, name)
         packed, scale = reference.quantize_int4(weight.cpu())
@@ -124,7 +124,7 @@ def dequantize(
         )
     refuse.scale(name, scale, lambda: _used(packed))
     out = torch.empty(rows, columns, dtype=dtype, device=packed.device)
-    if os.environ.get("TRIAX_KERNELS") == "reference" and packed.numel():
+    if mode() == "reference" and packed.numel():
         out.copy_(reference.dequantize_int4(packed.cpu(), scale.cpu()).float())
     else:
         pairs, scales = packed.reshape(-1, GROUP // WORD).view(torch.uint8), scale.reshape(-1).float()

@@ -7,7 +7,6 @@ Codes of a release may follow another rule: keep their pair, and nothing changes
 Source: OCP Microscaling Formats v1.0 section 6.3; K3 report (arXiv 2607.24653) on MXFP4 weights.
 """
 
-import os
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from jaxtyping import Float, Shaped, UInt8
 from torch import Tensor
 
 from triax.errors import CheckpointError
+from triax.kernels.dispatch import mode
 from triax.kernels.mx import count, reference, refuse, table
 from triax.kernels.mx.reference import BIAS, E2M1, GROUP, UNIT_SCALE
 
@@ -57,7 +57,7 @@ def quantize(weight: Shaped[Tensor, "..."], *, name: str = "weight", threads: in
     if not weight.numel():
         return Mxfp4(*(torch.empty(shape, dtype=torch.uint8, device=weight.device) for shape in (half, blocks)))
     flat = whole.reshape(-1)
-    if os.environ.get("TRIAX_KERNELS") == "reference":
+    if mode() == "reference":
         _refuse_not_finite(weight, name)
         packed, scale = reference.quantize_mxfp4(whole.reshape(-1, weight.shape[-1]).cpu())
         return Mxfp4(packed.view(half).to(weight.device), scale.view(blocks).to(weight.device))
@@ -112,7 +112,7 @@ def dequantize(
     result = torch.empty(shape, dtype=dtype, device=packed.device) if out is None else out
     if not packed.numel():
         return result
-    if os.environ.get("TRIAX_KERNELS") == "reference":
+    if mode() == "reference":
         two = (tensor.cpu().reshape(-1, tensor.shape[-1]) for tensor in (packed, scale))
         return result.copy_(reference.dequantize_mxfp4(*two).view(shape))
     flat, scales = packed.reshape(-1), scale.reshape(-1)

@@ -7,12 +7,11 @@ nothing.
 Source: OCP Microscaling Formats v1.0 section 6.3; K3 report (arXiv 2607.24653) section 4.1.4.
 """
 
-import os
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from triax.kernels.dispatch import mode
 from triax.kernels.mx import reference
 from triax.kernels.mx.reference import BIAS, E4M3, GROUP
 
@@ -25,7 +24,7 @@ def rounded(rows: Float[Tensor, "*rows C"]) -> Float[Tensor, "*rows C"]:
     Args:
         rows: Numbers in bf16 or wider, with a multiple of 32 in a row.
     """
-    if os.environ.get("TRIAX_KERNELS") == "reference":
+    if mode() == "reference":
         return reference.round_mxfp8(rows.detach().cpu()).to(rows.device, rows.dtype)
     blocks = rows.float().unflatten(-1, (-1, GROUP))
     _, exponent = blocks.abs().amax(-1, keepdim=True).frexp()  # the largest lies in [2^(exponent - 1), 2^exponent)

@@ -1,11 +1,10 @@
 """Orthogonalisation of gradients for Muon."""
 
-import os
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from triax.kernels.dispatch import mode
 from triax.kernels.newton_schulz import batched, reference
 
 __all__ = ["orthogonalize", "product_dtype"]
@@ -25,7 +24,7 @@ def orthogonalize(
     Returns:
         Matrices in the format of the given ones.
     """
-    if os.environ.get("TRIAX_KERNELS") == "reference":
+    if mode() == "reference":
         return torch.stack([reference.orthogonalize(matrix, steps) for matrix in matrices])
     return batched.orthogonalize(matrices, steps, dtype or product_dtype(matrices))
 

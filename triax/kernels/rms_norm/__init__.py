@@ -1,6 +1,5 @@
 """Root-mean-square normalisation of the last axis, with its weight, and with the output gate of KDA."""
 
-import os
 import warnings
 from importlib.util import find_spec
 from types import ModuleType
@@ -9,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from triax.kernels.dispatch import mode
 from triax.kernels.rms_norm import lean, reference
 
 
@@ -47,7 +47,7 @@ def of_sum(
 
 
 def _path(x: Tensor, weight: Tensor | None) -> ModuleType:
-    if os.environ.get("TRIAX_KERNELS") == "reference":
+    if mode() == "reference":
         return reference
     if x.is_cuda:
         reason = "an installation without Triton"

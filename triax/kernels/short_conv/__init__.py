@@ -1,6 +1,5 @@
 """Short causal convolution: each channel sees a few tokens of its own past."""
 
-import os
 import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -8,7 +7,8 @@ from importlib.util import find_spec
 from jaxtyping import Float
 from torch import Tensor
 
-from triax.kernels.short_conv import reference, shifted
+from triax.kernels.dispatch import mode
+from triax.kernels.short_conv import gathered, reference, shifted
 
 
 def short_conv(
@@ -28,7 +28,9 @@ def short_conv(
         starts: First token of each sequence, and the number of tokens at the end.
         wants_window: Whether the next window is needed; otherwise the given one may come back.
     """
-    if os.environ.get("TRIAX_KERNELS") == "reference":
+    if mode() == "batch_invariant":
+        return gathered.short_conv(hidden, weight, window, starts)
+    if mode() == "reference":
         return reference.short_conv(hidden, weight, window, starts)
     if hidden.is_cuda:
         reason = "an installation without Triton"

@@ -1,6 +1,5 @@
 """Gated activations: SiTU-GLU, and SwiGLU as its limit without caps."""
 
-import os
 import warnings
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -8,6 +7,7 @@ from importlib.util import find_spec
 from jaxtyping import Float
 from torch import Tensor
 
+from triax.kernels.dispatch import mode
 from triax.kernels.situ_glu import lean, reference
 
 
@@ -25,7 +25,7 @@ class SituGlu:
 
     def __call__(self, gate: Float[Tensor, "*rows F"], up: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows F"]:
         """Let the gate decide how much of `up` passes."""
-        if os.environ.get("TRIAX_KERNELS") == "reference":
+        if mode() == "reference":
             return reference.glu(gate, up, self.gate_cap, self.up_cap)
         if gate.is_cuda:
             reason = "an installation without Triton"
