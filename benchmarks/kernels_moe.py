@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.replay import MATRIX_CEILING, Error, Time, milliseconds, relative
 from triax.kernels.moe import experts, reference
-from triax.kernels.moe.weights import Stacks
+from triax.kernels.routed import ExpertWeights, Routing
 from triax.kernels.situ_glu import SituGlu
 from triax.kernels.situ_glu.reference import glu
 
@@ -40,8 +40,8 @@ def measure() -> Iterator[Time | Error]:
         yield from passes(name, leaves, expert, SWIGLU, work, peer)
     leaves, expert = inputs(8192, 4, 32, "uniform", torch.float32)
     leaves[0] = leaves[0].detach().bfloat16().requires_grad_()
-    rounded = Stacks(*(weight.detach().bfloat16() for weight in leaves[2:]))
-    sums = Stacks(*(torch.zeros_like(weight) for weight in leaves[2:]))
+    rounded = ExpertWeights(*(weight.detach().bfloat16() for weight in leaves[2:]))
+    sums = ExpertWeights(*(torch.zeros_like(weight) for weight in leaves[2:]))
     work = 2 * 8192 * 4 * 3 * WIDTH * INNER
     for name, options in (("", {}), (", gradients added to sums", {"sums": sums})):
         title = f"MoE experts 32 top-4, SiTU-GLU, fp32 weights rounded before{name}"
@@ -67,7 +67,7 @@ def inputs(
 def run(leaves: Sequence[Tensor], expert: Tensor, activation: SituGlu, **options: Any) -> Tensor:
     """Run the kernels."""
     hidden, share, gate, up, down = leaves
-    return experts(hidden, expert, share, gate, up, down, activation, **options)
+    return experts(hidden, Routing(expert, share), ExpertWeights(gate, up, down), activation, **options)
 
 
 def library(leaves: Sequence[Tensor], expert: Tensor) -> Tensor:

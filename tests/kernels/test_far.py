@@ -95,10 +95,10 @@ def draw(place):
 
 
 def choice(place):
-    from triax.kernels.moe import best
+    from triax.kernels.moe import router_fused
 
     logit = place(torch.randn(3, 10)).requires_grad_()
-    expert, share, _ = best.choose(logit, torch.randn(10), 3, 2.0, renormalize=True)
+    expert, share, _ = router_fused.choose(logit, torch.randn(10), 3, 2.0, renormalize=True)
     return expert, share, *torch.autograd.grad(share, logit, torch.randn(3, 3))
 
 
@@ -236,8 +236,8 @@ def weights_in_fp32(numbers, make):
 
 
 def weights_in_mxfp4(numbers, make):
+    from triax.kernels.mx.experts.tiled import experts
     from triax.kernels.mx.mxfp4 import Mxfp4
-    from triax.kernels.mx.tiled import experts
 
     codes = stacks(numbers, make, torch.uint8, (64, 32), (64, 32), (64, 32))
     scales = [make((len(code), code.shape[1], code.shape[2] // 16), dtype=torch.uint8) for code in codes]

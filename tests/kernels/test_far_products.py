@@ -137,7 +137,7 @@ def test_rows_that_are_gathered_are_all_led_through_their_experts(inner, width):
 
 @pytest.mark.parametrize("name", ["streamed", "sliced", "tiled"])
 def test_experts_behind_2_to_the_31_codes_are_used(name):
-    from triax.kernels.mx import looped
+    from triax.kernels.mx.experts import looped
     from triax.kernels.mx.mxfp4 import Mxfp4
 
     form = form_of("mx", name)

@@ -181,11 +181,11 @@ def test_tokens_are_drawn_from_every_row():
 
 
 def test_experts_are_chosen_for_every_token_and_the_shares_gradient_reaches_its_scores():
-    from triax.kernels.moe import best
+    from triax.kernels.moe import router_fused
 
     logit, (bias,) = drawn(EXPERTS, torch.float32), vectors(1, EXPERTS)
     at, upstream = chosen(logit), torch.randn(len(logit), 8, device=DEVICE)
-    expert, share, _ = best.choose(logit.requires_grad_(), bias, 8, 2.0, renormalize=True)
+    expert, share, _ = router_fused.choose(logit.requires_grad_(), bias, 8, 2.0, renormalize=True)
     (gradient,) = torch.autograd.grad(share, logit, upstream)
     (rows,) = exact(logit[at])
     score = rows.sigmoid()

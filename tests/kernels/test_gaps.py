@@ -66,9 +66,9 @@ def cross_entropy(view):
 
 
 def choice(view):
-    from triax.kernels.moe import best
+    from triax.kernels.moe import router_fused
 
-    return best.choose(view(torch.randn(3, 10)), view(torch.randn(10)), 3, 2.0, renormalize=True)[:2]
+    return router_fused.choose(view(torch.randn(3, 10)), view(torch.randn(10)), 3, 2.0, renormalize=True)[:2]
 
 
 def decode(view):

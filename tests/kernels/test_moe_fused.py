@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from triax.errors import UnsupportedError
 from triax.kernels import moe
 from triax.kernels.moe import reference
-from triax.kernels.moe.weights import Stacks
+from triax.kernels.routed import ExpertWeights, Routing
 from triax.kernels.situ_glu import SituGlu
 
 pytest.importorskip("triton", reason="Triton is installed on x86 Linux only")
@@ -27,10 +27,10 @@ def fused():
 
 @pytest.fixture(scope="module")
 def small():
-    from triax.kernels.moe.tiles import Plan, Tiles
+    from triax.kernels.moe.tiles import TilePlan, Tiles
 
     tiles = Tiles(columns=32, depth=16, warps=4, stages=2, programs=1, flatten=False)
-    return Plan(16, *(tiles,) * 5)
+    return TilePlan(16, *(tiles,) * 5)
 
 
 def inputs(T, k, E, L, F, among=None, zipf=False, seed=0):
@@ -53,9 +53,16 @@ def weight_like(output):
     return torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(output)
 
 
+def applied(path, leaves, expert, activation=SITU, **options):
+    if path is moe.experts:
+        hidden, share, *weights = leaves.values()
+        return path(hidden, Routing(expert, share), ExpertWeights(*weights), activation, **options)
+    return path(expert=expert, activation=activation, **leaves, **options)
+
+
 def outcome(path, leaves, expert, activation=SITU, **options):
     """Output and gradients for a fixed random weight on the output."""
-    output = path(expert=expert, activation=activation, **leaves, **options)
+    output = applied(path, leaves, expert, activation, **options)
     weight = weight_like(output)
     gradients = torch.autograd.grad(output, list(leaves.values()), weight)
     return {"output": output.detach(), **dict(zip(leaves, gradients, strict=True))}
@@ -125,14 +132,14 @@ def test_rounded_weights_are_multiplied_and_gradients_are_added_where_asked(fuse
     leaves, expert = inputs(9, 2, 4, 16, 16, among=3)
     rounded = {name: leaves[name].detach().bfloat16().float() for name in NAMES[2:]}
     expected = outcome(reference.experts, leaves | {n: x.clone().requires_grad_() for n, x in rounded.items()}, expert)
-    sums = Stacks(*(torch.ones_like(leaves[name]) for name in NAMES[2:]))
-    options = {"rounded": Stacks(**rounded), "sums": sums}
+    sums = ExpertWeights(*(torch.ones_like(leaves[name]) for name in NAMES[2:]))
+    options = {"rounded": ExpertWeights(**rounded), "sums": sums}
     call = moe.experts
     if path == "kernels":
         call, options = fused.experts, options | {"dtype": torch.float32, "plan": small}
     elif path == "definition":
         monkeypatch.setenv("TRIAX_KERNELS", "reference")
-    output = call(expert=expert, activation=SITU, **leaves, **options)
+    output = applied(call, leaves, expert, **options)
     torch.testing.assert_close(output, expected["output"])
     output.backward(weight_like(output))
     for name, total in zip(NAMES[2:], sums, strict=True):
@@ -146,7 +153,7 @@ def test_gradients_of_rounded_weights_come_back_in_the_format_of_the_weights(mon
     if forced:
         monkeypatch.setenv("TRIAX_KERNELS", "reference")
     leaves, expert = inputs(9, 2, 4, 16, 16)
-    rounded = Stacks(*(leaves[name].detach().bfloat16() for name in NAMES[2:]))
+    rounded = ExpertWeights(*(leaves[name].detach().bfloat16() for name in NAMES[2:]))
     exact = {name: x.detach().float().requires_grad_() for name, x in zip(NAMES[2:], rounded, strict=True)}
     expected = outcome(reference.experts, leaves | exact, expert)
     half = {"hidden": leaves["hidden"].detach().bfloat16().requires_grad_(), "share": leaves["share"]}
@@ -197,7 +204,7 @@ def _described(*block, kind="bf16"):
 
 def _wanted(name, rows, tiles):
     high, wide, deep = rows, tiles.columns, tiles.depth
-    lying = name in ("reopened", "returned")
+    lying = name in ("down_proj_backward", "gate_up_proj_backward")
     weight = _described(1, deep, wide) if lying else _described(1, wide, deep)
     out, kept = _described(high, wide // 2), _described(1, high, wide // 2)
     types = {"x": _described(high, deep), "above": _described(high, deep), "gate": weight, "up": weight}
@@ -205,9 +212,9 @@ def _wanted(name, rows, tiles):
     types |= {"result": out, "expert": "*i32", "used": "*i32", "row_share": "*fp32", "share_part": "*fp32"}
     types |= {"first": "*i32", "count": "*i32", "left": _described(1, deep, high), "right": _described(deep, wide)}
     types |= {size: "i32" for size in "RLFMN"} | {"E": "i32u", "part": "i32u"}
-    if name == "returned":
+    if name == "gate_up_proj_backward":
         types["to_both"] = _described(1, high, deep)
-    if name == "outer":
+    if name == "weight_gradient":
         types["result"] = _described(1, high, wide // 2, kind="fp32")
     constants = {"BM": high, "BN": wide, "BK": deep, "GATE_CAP": 4.0, "UP_CAP": 25.0, "KEEPS": True, "FAST": True}
     constants |= {"ADDS": False, "FLATTEN": tiles.flatten, "PRECISION": "tf32"}
@@ -236,9 +243,9 @@ def test_products_compile_for_hopper_to_its_matrix_instructions_without_spills(h
 @pytest.mark.kernel
 @pytest.mark.parametrize("kind", range(5))
 def test_the_cuda_products_compile_to_full_width_matrix_instructions(assembled, kind):
-    from triax.kernels.moe.hopper import OPENED, REOPENED, SOURCES, macros
+    from triax.kernels.moe.hopper import DOWN_PROJ_BACKWARD, GATE_UP_PROJ, SOURCES, macros
 
-    caps = (4.0, 25.0) if kind in (OPENED, REOPENED) else (None, None)
+    caps = (4.0, 25.0) if kind in (GATE_UP_PROJ, DOWN_PROJ_BACKWARD) else (None, None)
     compiled = assembled(
         "\n".join(path.read_text() for path in SOURCES), macros(kind, caps, keeps=True, wide=True, adds=True)
     )
@@ -295,11 +302,11 @@ def test_master_weights_receive_fp32_gradients_and_sums_grow(fused, form):
 
     leaves, expert = inputs(900, 4, 8, 256, 192, among=6)
     leaves, expert = {name: leaf.detach().cuda().requires_grad_() for name, leaf in leaves.items()}, expert.cuda()
-    rounded = Stacks(*(leaves[name].detach().bfloat16() for name in NAMES[2:]))
+    rounded = ExpertWeights(*(leaves[name].detach().bfloat16() for name in NAMES[2:]))
     options = {"dtype": torch.bfloat16, "plan": None if form == "cuda" else PLAN, "rounded": rounded}
     expected = outcome(fused.experts, leaves, expert, **options)
     assert all(expected[name].dtype is torch.float32 for name in NAMES)
-    sums = Stacks(*(torch.ones_like(leaves[name]) for name in NAMES[2:]))
+    sums = ExpertWeights(*(torch.ones_like(leaves[name]) for name in NAMES[2:]))
     output = fused.experts(expert=expert, activation=SITU, sums=sums, **leaves, **options)
     output.backward(weight_like(output))
     for name, total in zip(NAMES[2:], sums, strict=True):

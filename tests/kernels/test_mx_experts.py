@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from triax.errors import UnsupportedError
 from triax.kernels import moe
-from triax.kernels.mx import looped, mxfp4, mxfp8, planned, reference, sliced, streamed
-from triax.kernels.mx.experts import experts, experts_of_rounded
+from triax.kernels.mx import mxfp4, mxfp8, reference
+from triax.kernels.mx.experts import experts, looped, sliced, streamed, work_plan
 from triax.kernels.mx.mxfp4 import Mxfp4
+from triax.kernels.routed import ExpertWeights, Routing
 from triax.kernels.situ_glu import SituGlu
 
 ON_GPU = torch.cuda.is_available()
@@ -32,7 +33,7 @@ def weights(E, F, L, device="cpu"):
         scale = torch.randint(middle - 2, middle + 2, (E, rows, columns // 32), dtype=torch.uint8, device=device)
         return Mxfp4(code, scale)
 
-    return [drawn(*shape) for shape in shapes]
+    return ExpertWeights(*(drawn(*shape) for shape in shapes))
 
 
 def inputs(T, E, k, L, dtype=torch.float32, device="cpu"):
@@ -45,7 +46,7 @@ def test_the_definition_is_that_of_experts_over_dequantised_weights(activation):
     packed, values = weights(5, 32, 64), inputs(11, 5, 2, 64)
     whole = [mxfp4.dequantize(*weight, torch.float32) for weight in packed]
     torch.testing.assert_close(
-        experts(*values, *packed, activation), moe.reference.experts(*values, *whole, activation)
+        experts(values[0], Routing(*values[1:]), packed, activation), moe.reference.experts(*values, *whole, activation)
     )
 
 
@@ -58,18 +59,18 @@ def test_rounded_inputs_are_rounded_before_both_products():
             row = mxfp8.rounded(hidden[t])
             inner = mxfp8.rounded(SITU(row @ whole[0][one].T, row @ whole[1][one].T))
             expected[t] += part * (inner @ whole[2][one].T)
-    torch.testing.assert_close(experts_of_rounded(hidden, chosen, share, *packed, SITU), expected)
+    torch.testing.assert_close(experts(hidden, Routing(chosen, share), packed, SITU, rounded=True), expected)
 
 
 def test_gradients_reach_tokens_and_shares():
     packed, (hidden, chosen, share) = weights(3, 32, 32), inputs(4, 3, 2, 32)
     hidden, share = hidden.double().requires_grad_(), share.double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, s: experts(x, chosen, s, *packed, SITU), (hidden, share))
+    assert torch.autograd.gradcheck(lambda x, s: experts(x, Routing(chosen, s), packed, SITU), (hidden, share))
 
 
 def test_no_tokens_give_no_tokens():
     hidden, chosen, share = inputs(0, 3, 2, 32)
-    assert experts(hidden, chosen, share, *weights(3, 32, 32), SITU).shape == (0, 32)
+    assert experts(hidden, Routing(chosen, share), weights(3, 32, 32), SITU).shape == (0, 32)
 
 
 @given(exponent=st.integers(-140, 119), spread=st.integers(0, 20), seed=st.integers(0, 2**16))
@@ -103,7 +104,7 @@ def test_mxfp8_keeps_zeros_and_cuts_what_is_above_its_largest_code():
 )
 @settings(max_examples=6, phases=[Phase.explicit, Phase.generate])
 def test_interpreted_kernels_of_any_gpu_give_the_definition(tokens, E, F, L, rounded, activation):
-    tiled = pytest.importorskip("triax.kernels.mx.tiled")
+    tiled = pytest.importorskip("triax.kernels.mx.experts.tiled")
     packed, values = weights(E, F, L), inputs(tokens, E, min(2, E), L)
     found = tiled.experts(*values, *packed, activation, rounded=rounded)
     expected = looped.experts(*values, *packed, activation, mxfp8.rounded if rounded else as_it_is)
@@ -111,7 +112,7 @@ def test_interpreted_kernels_of_any_gpu_give_the_definition(tokens, E, F, L, rou
 
 
 def test_tiles_hold_every_pair_once_under_its_own_expert():
-    tiled = pytest.importorskip("triax.kernels.mx.tiled")
+    tiled = pytest.importorskip("triax.kernels.mx.experts.tiled")
     expert = torch.randint(0, 7, (50, 3))
     expert[expert == 4] = 5  # nobody's expert
     pair, tile = tiled.tiles(expert, 7, 8)
@@ -126,33 +127,33 @@ def test_tiles_hold_every_pair_once_under_its_own_expert():
 @pytest.mark.parametrize("form", [streamed, sliced])
 def test_what_a_kernel_for_hopper_cannot_take_is_named(form):
     values, packed = inputs(3, 4, 2, 128, torch.bfloat16), weights(4, 128, 128)
-    with pytest.raises(UnsupportedError, match=f"{form.__name__.removeprefix('triax.')}: no kernel for this device"):
+    with pytest.raises(UnsupportedError, match=r"kernels\.mx\.experts\.\w+: no kernel for this device"):
         form.experts(*values, *packed, SITU, rounded=False)
 
 
 def k3_shapes(*, rounded):
-    return planned.shapes(3584, 3072, SITU, rounded=rounded)
+    return work_plan.shapes(3584, 3072, SITU, rounded=rounded)
 
 
 @pytest.mark.parametrize("back", [0, 1])
 def test_the_kernel_for_few_tokens_compiles_for_hopper(assembled, back):
     defines = streamed.macros(k3_shapes(rounded=True)[back])
-    code = assembled(planned.WEIGHTS.read_text() + streamed.STREAM.read_text(), defines)
+    code = assembled(work_plan.WEIGHTS.read_text() + streamed.STREAM.read_text(), defines)
     assert code.stack == 0
     assert code.registers * streamed.WARPS <= 2048
     assert "HMMA.16816.F32.BF16" in code.sass
     assert "LDGSTS.E.BYPASS.LTC128B.128" in code.sass, "weights come 16 bytes at a time and past the first cache"
-    assert streamed.shared_bytes(3584, dict(defines)["RING"]) <= planned.ROOM
+    assert streamed.shared_bytes(3584, dict(defines)["RING"]) <= work_plan.ROOM
 
 
 @pytest.mark.parametrize("form", sliced.FORMS, ids=lambda form: str(form.columns))
 def test_the_kernel_for_many_tokens_compiles_for_hopper(assembled, form):
     shape, _ = k3_shapes(rounded=True)
-    code = assembled(planned.WEIGHTS.read_text() + sliced.SLICES.read_text(), sliced.macros(shape, form))
+    code = assembled(work_plan.WEIGHTS.read_text() + sliced.SLICES.read_text(), sliced.macros(shape, form))
     assert code.stack <= 16  # bytes of registers spilled, a thread
     assert "HMMA.16816.F32.BF16" in code.sass
     assert "UBLKCP" in code.sass, "the copy engine brings tokens"
-    assert form.shared_bytes() <= planned.ROOM
+    assert form.shared_bytes() <= work_plan.ROOM
 
 
 def test_wide_tokens_leave_room_for_fewer_weights_on_their_way():
@@ -165,8 +166,8 @@ def test_wide_tokens_leave_room_for_fewer_weights_on_their_way():
 
 
 def test_kernels_of_any_gpu_compile_for_hopper(hopper):
-    tiled = pytest.importorskip("triax.kernels.mx.tiled")
-    form, module = tiled.LARGE, "triax.kernels.mx.tiled"
+    tiled = pytest.importorskip("triax.kernels.mx.experts.tiled")
+    form, module = tiled.LARGE, "triax.kernels.mx.experts.tiled"
     codes = ("gate", "gate_scale", "up", "up_scale", "down", "down_scale")
     types = dict.fromkeys(codes, "*u8") | {"parted": "*bf16", "inner": "*bf16", "pair": "*i64", "tile": "*i32"}
     types |= {"share": "*fp32", "returned": "*fp32"}
@@ -188,7 +189,7 @@ def relative(found, expected):
 
 
 def forms():
-    from triax.kernels.mx import tiled
+    from triax.kernels.mx.experts import tiled
 
     return streamed, sliced, tiled
 
@@ -260,16 +261,16 @@ def test_on_a_gpu_a_graph_gives_the_bits_of_the_launches_for_other_routings_too(
     packed = weights(64, 256, 512, "cuda")
     hidden, chosen, share = inputs(20, 64, 4, 512, torch.bfloat16, "cuda")
     for _ in range(2):
-        experts(hidden, chosen, share, *packed, SITU)
+        experts(hidden, Routing(chosen, share), packed, SITU)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = experts(hidden, chosen, share, *packed, SITU)
+        output = experts(hidden, Routing(chosen, share), packed, SITU)
     for fresh in (inputs(20, 64, 4, 512, torch.bfloat16, "cuda") for _ in range(3)):
         for kept, new in zip((hidden, chosen, share), fresh, strict=True):
             kept.copy_(new)
         graph.replay()
-        assert torch.equal(output, experts(*fresh, *packed, SITU))
+        assert torch.equal(output, experts(fresh[0], Routing(*fresh[1:]), packed, SITU))
 
 
 @pytest.mark.gpu

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from triax.kernels.mx import looped, mxfp8, planned, sliced, streamed
+from triax.kernels.mx import mxfp8
+from triax.kernels.mx.experts import looped, sliced, streamed, work_plan
 from triax.kernels.mx.mxfp4 import Mxfp4
 from triax.kernels.situ_glu import SituGlu
 
@@ -47,7 +48,7 @@ def run(tmp_path_factory):
     def compiled(path, defines):
         library = folder / f"{abs(hash((path, defines)))}.so"
         if not library.exists():
-            parts = [Path(__file__).with_name("warps.h"), planned.WEIGHTS, path]
+            parts = [Path(__file__).with_name("warps.h"), work_plan.WEIGHTS, path]
             source = library.with_suffix(".cpp")
             source.write_text("".join(f'#include "{part}"\n' for part in parts) + CALLS[path])
             options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread"]
@@ -105,7 +106,7 @@ def test_kernels_give_the_definition(run, path, columns, ring, shape, rounded):
     returned = torch.full((chosen.numel(), shape[2]), torch.nan)
     arranged = torch.full((len(items) * columns * max(shape[1:3]),), torch.nan, dtype=torch.bfloat16)
     gate, up, down = weights
-    sizes = planned.shapes(shape[2], shape[1], activation, rounded=rounded)
+    sizes = work_plan.shapes(shape[2], shape[1], activation, rounded=rounded)
     for size, rows, each, parts, out in (
         (sizes[0], hidden, chosen.shape[1], (gate.packed, up.packed, gate.scale, up.scale), inner),
         (sizes[1], inner, 1, (down.packed, None, down.scale, None), returned),
@@ -115,7 +116,7 @@ def test_kernels_give_the_definition(run, path, columns, ring, shape, rounded):
         found = (ctypes.c_void_p * 4)(*(pointer(part).value for part in parts))
         run(path, defines)(
             3, pointer(rows), each, found, *map(pointer, (order, items, count, share, out)),
-            planned.caps(activation), pointer(arranged),
+            work_plan.caps(activation), pointer(arranged),
         )  # fmt: skip
     error = (returned.view(*chosen.shape, -1).sum(1) - expected).norm() / expected.norm()
     assert error < (1.5e-2 if rounded else 6e-3)

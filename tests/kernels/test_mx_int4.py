@@ -152,7 +152,7 @@ def test_the_definition_can_be_forced_everywhere(monkeypatch):
     parts = int4.quantize(weight)
     numbers = int4.dequantize(*parts)
     monkeypatch.setenv("TRIAX_KERNELS", "reference")
-    monkeypatch.setattr("triax.kernels.mx.int4.spread", None)
+    monkeypatch.setattr("triax.kernels.mx.int4.run_chunks", None)
     forced = int4.quantize(weight)
     assert torch.equal(forced.packed, parts.packed)
     assert torch.equal(forced.scale, parts.scale)

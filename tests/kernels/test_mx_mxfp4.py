@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triax.errors import CheckpointError
-from triax.kernels.mx import count, mxfp4, reference
-from triax.kernels.mx.spread import PIECE
+from triax.kernels.mx import mxfp4, mxfp4_encode, reference
+from triax.kernels.mx.parallel_chunks import PIECE
 
 E2M1 = reference.E2M1
 DTYPES = [torch.bfloat16, torch.float32]
@@ -291,7 +291,7 @@ def test_a_scale_stored_as_e8m0_means_the_same():
 def test_the_form_for_other_devices_equals_the_one_for_this():
     for dtype, exponent in ((torch.bfloat16, -129), (torch.float32, -140), (torch.bfloat16, 0)):
         weight = random(4, 64, dtype=torch.float64, scale=2.0**exponent).to(dtype)
-        packed, scale = count.pack_anywhere(weight.flatten())
+        packed, scale = mxfp4_encode.pack_anywhere(weight.flatten())
         assert torch.equal(packed, mxfp4.quantize(weight).packed.flatten())
         assert torch.equal(scale, mxfp4.quantize(weight).scale.flatten())
 
@@ -314,8 +314,8 @@ def test_the_definition_can_be_forced_everywhere(monkeypatch):
     pair = mxfp4.quantize(weight)
     numbers = mxfp4.dequantize(*pair)
     monkeypatch.setenv("TRIAX_KERNELS", "reference")
-    monkeypatch.setattr("triax.kernels.mx.count.pack", None)
-    monkeypatch.setattr("triax.kernels.mx.table.unpack", None)
+    monkeypatch.setattr("triax.kernels.mx.mxfp4_encode.pack", None)
+    monkeypatch.setattr("triax.kernels.mx.mxfp4_decode.unpack", None)
     forced = mxfp4.quantize(weight)
     assert torch.equal(forced.packed, pair.packed)
     assert torch.equal(forced.scale, pair.scale)

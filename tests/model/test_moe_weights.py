@@ -3,7 +3,7 @@
 import torch
 
 from triax.config.model import Moe, Situ
-from triax.kernels.moe.weights import Stacks
+from triax.kernels.routed import ExpertWeights
 from triax.model.latent_moe import Experts
 from triax.model.router import Routing
 
@@ -27,8 +27,8 @@ def test_copies_are_multiplied_and_gradients_of_several_passes_add_up_in_the_buf
     plain, told = experts(), experts()
     coarse = {name: getattr(plain, name).detach().bfloat16() for name in NAMES}
     plain.load_state_dict({name: copy.float() for name, copy in coarse.items()})
-    told.rounded = Stacks(**{name: copy.float() for name, copy in coarse.items()})
-    told.sums = Stacks(**{name: torch.zeros_like(getattr(told, name)) for name in NAMES})
+    told.rounded = ExpertWeights(**{name: copy.float() for name, copy in coarse.items()})
+    told.sums = ExpertWeights(**{name: torch.zeros_like(getattr(told, name)) for name in NAMES})
     for _ in range(2):
         hidden, weight = torch.randn(11, 8), torch.randn(11, 8)
         torch.testing.assert_close(learn(told, hidden, weight), learn(plain, hidden, weight))
@@ -39,6 +39,6 @@ def test_copies_are_multiplied_and_gradients_of_several_passes_add_up_in_the_buf
 
 def test_copies_and_buffers_are_no_part_of_the_weights():
     layer = experts()
-    layer.rounded = layer.sums = Stacks(*(torch.zeros_like(getattr(layer, name)) for name in NAMES))
+    layer.rounded = layer.sums = ExpertWeights(*(torch.zeros_like(getattr(layer, name)) for name in NAMES))
     assert set(layer.state_dict()) == set(NAMES)
     assert {name for name, _ in layer.named_buffers()} == set()

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from triax.config.model import Activation, Moe
 from triax.kernels import moe as kernel
-from triax.kernels.moe.weights import Stacks
+from triax.kernels.routed import ExpertWeights
 from triax.model.branch import Branch
 from triax.model.gated_mlp import GatedMlp
 from triax.model.matrix import Blocks, Joins, join, matrix
@@ -29,18 +29,20 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(moe.num_experts, width, moe.expert_dim))
         for weight in (self.gate, self.up, self.down):
             nn.init.normal_(weight, std=init_std)
-        self.rounded: Stacks | None = None
+        self.rounded: ExpertWeights | None = None
         """Copies of the weights in the format of the products, made once for several forwards; gradients go to the
         weights."""
-        self.sums: Stacks | None = None
+        self.sums: ExpertWeights | None = None
         """Where gradients of the weights are added, instead of going to their `grad`."""
 
     def forward(
         self, hidden: Float[Tensor, "T L"], routing: Routing, beside: Float[Tensor, "T L"] | None = None
     ) -> Float[Tensor, "T L"]:
         """Add what each token's experts return, by their shares, and what stands beside them."""
-        weights = (self.gate, self.up, self.down, self.activation)
-        return kernel.experts(hidden, *routing, *weights, beside, self.rounded, self.sums)
+        weights = ExpertWeights(self.gate, self.up, self.down)
+        return kernel.experts(
+            hidden, routing, weights, self.activation, beside=beside, rounded=self.rounded, sums=self.sums
+        )
 
     def matrices(self) -> Blocks:
         """Return the logical matrices for the optimiser: each expert's own."""

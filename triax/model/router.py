@@ -9,19 +9,14 @@ from torch import Tensor, nn
 
 from triax.config.model import Moe
 from triax.kernels.linear import linear_fp32
-from triax.kernels.moe.choice import Places, Tallied, choose
+from triax.kernels.moe.router import choose
+from triax.kernels.moe.router_counts import MarginBins, RouterCounts
+from triax.kernels.routed import Routing
 from triax.model.precision import KeepsFp32
 
 SCORE_UNIT = (
     2.0**-20
 )  # scores are summed as whole multiples of this, so that all counts add up in one integer reduction
-
-
-class Routing(NamedTuple):
-    """Experts chosen per token and the share each contributes."""
-
-    expert: Int[Tensor, "T top_k"]
-    share: Float[Tensor, "T top_k"]
 
 
 class Router(KeepsFp32):
@@ -96,7 +91,7 @@ class Router(KeepsFp32):
         places = None
         if counts_it:
             counts = self._open_counts(has_losers=moe.top_k < moe.num_experts, device=logit.device)
-            places = Places(counts.margins, *bins(self.balance_bias, max(1, counts.margins.shape[1])), SCORE_UNIT)
+            places = MarginBins(counts.margins, *bins(self.balance_bias, max(1, counts.margins.shape[1])), SCORE_UNIT)
         found = choose(logit, self.balance_bias, moe.top_k, moe.share_scale, renormalize=moe.renormalize, places=places)
         if found is None:
             return None
@@ -129,7 +124,7 @@ class Router(KeepsFp32):
         counts, num_experts = self._open_counts(has_losers=cutoff is not None, device=score.device), score.shape[1]
         load = torch.zeros_like(counts.load).scatter_add_(0, expert.flatten(), torch.ones_like(expert).flatten())
         # every score is rounded by itself: how a step is split then changes nothing
-        self._tally_up(Tallied(load, (score / SCORE_UNIT).round().sum(dtype=torch.float64).long()), expert)
+        self._tally_up(RouterCounts(load, (score / SCORE_UNIT).round().sum(dtype=torch.float64).long()), expert)
         num_bins = counts.margins.shape[1]
         if num_bins == 0 or cutoff is None:
             return
@@ -144,7 +139,7 @@ class Router(KeepsFp32):
             self.counts = Counts.zeros(self.moe.num_experts, num_bins, device)
         return self.counts
 
-    def _tally_up(self, tallied: Tallied, expert: Tensor) -> None:
+    def _tally_up(self, tallied: RouterCounts, expert: Tensor) -> None:
         assert self.counts is not None
         self.counts.load.add_(tallied.load)
         self.counts.score.add_(tallied.score)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from triax.kernels.moe.weights import Stacks
+from triax.kernels.routed import ExpertWeights
 from triax.model.latent_moe import Experts
 from triax.model.matrix import Joins, Linear
 
@@ -93,12 +93,12 @@ class _Stacks:
     """The stacks of routed experts, whose kernels take rounded copies and add to the sums of gradients themselves."""
 
     def __init__(self, module: Experts, dtype: torch.dtype) -> None:
-        self.module, self.masters = module, Stacks(module.gate, module.up, module.down)
-        self.copies = Stacks(*(torch.empty_like(x, dtype=dtype, requires_grad=False) for x in self.masters))
+        self.module, self.masters = module, ExpertWeights(module.gate, module.up, module.down)
+        self.copies = ExpertWeights(*(torch.empty_like(x, dtype=dtype, requires_grad=False) for x in self.masters))
 
     def enter(self) -> None:
         self.module.rounded = self.copies
-        self.module.sums = Stacks(*(torch.zeros_like(x) if x.grad is None else x.grad for x in self.masters))
+        self.module.sums = ExpertWeights(*(torch.zeros_like(x) if x.grad is None else x.grad for x in self.masters))
 
     def leave(self) -> None:
         assert self.module.sums is not None

@@ -4,36 +4,32 @@ import warnings
 from importlib.util import find_spec
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from triax.kernels.dispatch import mode
 from triax.kernels.moe import grouped, reference, tiled
 from triax.kernels.moe.activation import Activation
-from triax.kernels.moe.weights import Stacks, routed
+from triax.kernels.moe.weights import with_gradients
+from triax.kernels.routed import ExpertWeights, Routing
 
 
 def experts(
     hidden: Float[Tensor, "T L"],
-    expert: Int[Tensor, "T k"],
-    share: Float[Tensor, "T k"],
-    gate: Float[Tensor, "E F L"],
-    up: Float[Tensor, "E F L"],
-    down: Float[Tensor, "E L F"],
+    routing: Routing,
+    weights: ExpertWeights,
     activation: Activation,
+    *,
     beside: Float[Tensor, "T L"] | None = None,
-    rounded: Stacks | None = None,
-    sums: Stacks | None = None,
+    rounded: ExpertWeights | None = None,
+    sums: ExpertWeights | None = None,
 ) -> Float[Tensor, "T L"]:
     """Send each token through its experts and add what they return by their shares; see `reference.experts`.
 
     Args:
         hidden: What the experts read.
-        expert: The experts of each token, each at most once.
-        share: How much each of them counts.
-        gate: Matrix of every expert that decides what passes.
-        up: Matrix of every expert that makes what may pass.
-        down: Matrix of every expert that leads back.
+        routing: The experts of each token, and how much each of them counts.
+        weights: The matrices of every expert.
         activation: How gate and up are joined.
         beside: Added to the result.
         rounded: The three weights rounded to the products' format already, for instance once a step; gradients go to
@@ -41,10 +37,10 @@ def experts(
         sums: Buffers to which the gradients of the weights are added, in the format of each; the weights then receive
             none. Spares writing and reading them once more for every microbatch.
     """
-    weights = Stacks(gate, up, down)
+    expert, share = routing
     if mode() != "fast":
         form = tiled if mode() == "batch_invariant" else reference
-        output = form.experts(hidden, expert, share, *routed(weights, rounded, sums), activation)
+        output = form.experts(hidden, expert, share, *with_gradients(weights, rounded, sums), activation)
         return output if beside is None else output + beside
     is_learning = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, share, *weights))
     output = None
@@ -60,11 +56,11 @@ def experts(
         from triax.kernels.moe import fused
 
         dtype = grouped.format_of_products(hidden)
-        reason = fused.unsupported(hidden, expert, gate, activation, dtype)
+        reason = fused.unsupported(hidden, expert, weights.gate, activation, dtype)
         if reason is None:
             output = fused.experts(hidden, expert, share, *weights, activation, dtype, rounded, sums)
         elif dtype is torch.bfloat16:  # other formats are what `grouped` is for
             warnings.warn(f"kernels.moe: no GPU kernel for {reason}; torch's grouped products run", stacklevel=2)
     if output is None:
-        output = grouped.experts(hidden, expert, share, *routed(weights, rounded, sums), activation)
+        output = grouped.experts(hidden, expert, share, *with_gradients(weights, rounded, sums), activation)
     return output if beside is None else output + beside

@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 from triax.errors import UnsupportedError
 from triax.kernels.moe import hopper
 from triax.kernels.moe.activation import Activation
-from triax.kernels.moe.rows import Rows, arrange, collect, spread, sum_by_token
-from triax.kernels.moe.tiles import PLAN, Plan, Products
-from triax.kernels.moe.weights import Stacks
+from triax.kernels.moe.rows import ExpertRows, arrange, collect, spread, sum_by_token
+from triax.kernels.moe.tiles import PLAN, TiledProducts, TilePlan
+from triax.kernels.routed import ExpertWeights
 
 ALIGNED_BYTES = 16  # what the copy engine asks of a row
 
@@ -47,9 +47,9 @@ def experts(
     down: Float[Tensor, "E L F"],
     activation: Activation,
     dtype: torch.dtype,
-    rounded: Stacks | None = None,
-    sums: Stacks | None = None,
-    plan: Plan | None = None,
+    rounded: ExpertWeights | None = None,
+    sums: ExpertWeights | None = None,
+    plan: TilePlan | None = None,
 ) -> Float[Tensor, "T L"]:
     """Compute `grouped.experts` with the GPU kernels or not at all.
 
@@ -91,10 +91,10 @@ class _Experts(torch.autograd.Function):
         gate_rounded: Tensor | None,
         up_rounded: Tensor | None,
         down_rounded: Tensor | None,
-        sums: Stacks | None,
+        sums: ExpertWeights | None,
         activation: Any,
         dtype: torch.dtype,
-        plan: Plan | None,
+        plan: TilePlan | None,
     ) -> Tensor:
         ctx.caps, ctx.dtype, ctx.plan = (activation.gate_cap, activation.up_cap), dtype, plan
         ctx.tile = hopper.ROWS if plan is None else plan.rows
@@ -102,9 +102,9 @@ class _Experts(torch.autograd.Function):
         keeps = any(ctx.needs_input_grad)
         copies = gate_rounded, up_rounded, down_rounded
         weights = [w if r is None else r for w, r in zip((gate, up, down), copies, strict=True)]
-        product = _products(rows, Stacks(*weights), ctx)
-        both, inner = product.open(spread(hidden, rows, dtype), keeps)
-        output = sum_by_token(product.close(inner), rows, dtype)
+        product = _products(rows, ExpertWeights(*weights), ctx)
+        both, inner = product.gate_up_proj(spread(hidden, rows, dtype), keeps)
+        output = sum_by_token(product.down_proj(inner), rows, dtype)
         if keeps:
             ctx.save_for_backward(hidden, *weights, both, *rows[:-1])
             ctx.sums, ctx.dtypes = sums, (share.dtype, gate.dtype, up.dtype, down.dtype)
@@ -114,34 +114,34 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         hidden, gate, up, down, both, row, row_share, expert, first, count, used = ctx.saved_tensors
-        rows = Rows(row, row_share, expert, first, count, used, ctx.tile)
+        rows = ExpertRows(row, row_share, expert, first, count, used, ctx.tile)
         needs_hidden, needs_share, needs_gate, needs_up, needs_down = ctx.needs_input_grad[:5]
         share_dtype, gate_dtype, up_dtype, down_dtype = ctx.dtypes
         into_gate, into_up, into_down = ctx.sums or (None, None, None)
-        product = _products(rows, Stacks(gate, up, down), ctx)
+        product = _products(rows, ExpertWeights(gate, up, down), ctx)
         above = spread(grads[0], rows, ctx.dtype)
-        to_both, weighted, share_parts = product.reopen(above, both)
+        to_both, weighted, share_parts = product.down_proj_backward(above, both)
         to_hidden = to_share = to_gate = to_up = to_down = None
         if needs_share:
             to_share = collect(share_parts, rows, share_dtype)
         if needs_down:
-            to_down = product.multiply_outer(above[None], 0, weighted, down_dtype, into_down)
+            to_down = product.weight_gradient(above[None], 0, weighted, down_dtype, into_down)
         del above, weighted
         if needs_gate or needs_up:
             rows_of_hidden = spread(hidden, rows, ctx.dtype)
             if needs_gate:
-                to_gate = product.multiply_outer(to_both, 0, rows_of_hidden, gate_dtype, into_gate)
+                to_gate = product.weight_gradient(to_both, 0, rows_of_hidden, gate_dtype, into_gate)
             if needs_up:
-                to_up = product.multiply_outer(to_both, 1, rows_of_hidden, up_dtype, into_up)
+                to_up = product.weight_gradient(to_both, 1, rows_of_hidden, up_dtype, into_up)
             del rows_of_hidden
         if needs_hidden:
-            to_hidden = sum_by_token(product.return_to(to_both), rows, hidden.dtype)
+            to_hidden = sum_by_token(product.gate_up_proj_backward(to_both), rows, hidden.dtype)
         return to_hidden, to_share, to_gate, to_up, to_down, *(None,) * 8
 
 
-def _products(rows: Rows, weights: Stacks, ctx: Any) -> Products | hopper.Products:
+def _products(rows: ExpertRows, weights: ExpertWeights, ctx: Any) -> TiledProducts | hopper.HopperProducts:
     """Return the products in the form that rows were laid out for."""
-    weights = Stacks(*(weight.to(ctx.dtype).contiguous() for weight in weights))
+    weights = ExpertWeights(*(weight.to(ctx.dtype).contiguous() for weight in weights))
     if ctx.plan is None:
-        return hopper.Products(rows, weights, ctx.caps)
-    return Products(rows, weights, ctx.caps, ctx.plan)
+        return hopper.HopperProducts(rows, weights, ctx.caps)
+    return TiledProducts(rows, weights, ctx.caps, ctx.plan)

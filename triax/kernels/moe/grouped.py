@@ -22,7 +22,7 @@ GROUPABLE = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNED_BYTES = 16  # what a row of every operand of a grouped product must be a multiple of
 
 
-class Order(NamedTuple):
+class ExpertOrder(NamedTuple):
     """Rows sorted by expert: one row for each pair of a token and an expert it uses."""
 
     token: Int[Tensor, " R"]
@@ -63,13 +63,13 @@ def format_of_products(hidden: Float[Tensor, "T L"]) -> torch.dtype:
     return hidden.dtype
 
 
-def sort_by_expert(expert: Int[Tensor, "T k"], num_experts: int) -> Order:
+def sort_by_expert(expert: Int[Tensor, "T k"], num_experts: int) -> ExpertOrder:
     """Sort the pairs of token and expert by expert, in the order of the tokens inside each."""
     chosen, pair = expert.flatten().sort(stable=True)
     row = torch.empty_like(pair).scatter_(0, pair, torch.arange(pair.numel(), device=pair.device))
     each = torch.arange(num_experts, device=pair.device, dtype=chosen.dtype)
     ends = torch.searchsorted(chosen, each, right=True, out_int32=True)
-    return Order(pair // expert.shape[1], pair, row.view(expert.shape), ends)
+    return ExpertOrder(pair // expert.shape[1], pair, row.view(expert.shape), ends)
 
 
 class _Operand(NamedTuple):
@@ -114,7 +114,7 @@ class _Experts(torch.autograd.Function):
         (grad,) = grads
         hidden, share, gate, up, down, opening, passing, *order = ctx.saved_tensors
         needs_hidden, needs_share, needs_gate, needs_up, needs_down = ctx.needs_input_grad[:5]
-        order, operand = Order(*order), ctx.operand
+        order, operand = ExpertOrder(*order), ctx.operand
         to_hidden = to_share = to_gate = to_up = to_down = None
         with _no_autocast(hidden):
             above = operand(grad).index_select(0, order.token)
@@ -159,7 +159,7 @@ def _multiply_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return torch.stack([one.T @ other for one, other in parts])
 
 
-def _sum_by_token(rows: Tensor, order: Order) -> Tensor:
+def _sum_by_token(rows: Tensor, order: ExpertOrder) -> Tensor:
     """Add the rows of each token, in fp32 at least, always in the same order."""
     return F.embedding_bag(order.row, rows, mode="sum")
 

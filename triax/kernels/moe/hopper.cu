@@ -6,11 +6,11 @@
 // take one pair of tiles after another.
 //
 // KIND decides what is multiplied and what becomes of it; names are those of `products.py`:
-//   0 opened    x gate^T and x up^T of 128 columns; shares times their activation, KEEPS: the two themselves
-//   1 closed    x matrix^T
-//   2 reopened  x matrix, then the activation's gradient, whose arguments follow the operands through the same ring
-//   3 returned  x[0] gate + x[1] up
-//   4 outer     left^T right over each expert's rows, in WIDE fp32 or in bf16, ADDS to what is there
+//   0 gate_up_proj  x gate^T and x up^T of 128 columns; shares times their activation, KEEPS: the two themselves
+//   1 down_proj  x matrix^T
+//   2 down_proj_backward  x matrix, then the activation's gradient, whose arguments follow the operands through the same ring
+//   3 gate_up_proj_backward  x[0] gate + x[1] up
+//   4 weight_gradient  left^T right over each expert's rows, in WIDE fp32 or in bf16, ADDS to what is there
 // Also compiled with GATE_CAP and UP_CAP where there are caps.
 // This text stands behind that of `hopper.cuh`.
 
@@ -24,7 +24,7 @@ struct Work {
     int experts;
 };
 struct Tile {
-    int expert, row, column, steps, first;  // row of this block, in `outer` of the result
+    int expert, row, column, steps, first;  // row of this block, in `weight_gradient` of the result
 };
 
 DEVICE Tile tile_of(const Work &work, int number, int rank) {

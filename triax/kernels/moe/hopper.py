@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from triax.kernels import nvrtc
-from triax.kernels.moe.rows import Rows
-from triax.kernels.moe.weights import Stacks
+from triax.kernels.moe.rows import ExpertRows
+from triax.kernels.routed import ExpertWeights
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("hopper.cuh", "hopper.cu"))
-OPENED, CLOSED, REOPENED, RETURNED, OUTER = range(5)
+GATE_UP_PROJ, DOWN_PROJ, DOWN_PROJ_BACKWARD, GATE_UP_PROJ_BACKWARD, WEIGHT_GRADIENT = range(5)
 ROWS, COLUMNS, DEPTH = 256, 256, 64
 """Rows and columns that a pair of blocks takes, and what is summed at a time."""
 THREADS = 384
@@ -35,62 +35,62 @@ def macros(
     Args:
         kind: Which product.
         caps: Caps of the activation's gate and up, if any.
-        keeps: Let `opened` write the activation's arguments too.
-        wide: Let `outer` write fp32.
-        adds: Let `outer` add to what is there.
+        keeps: Let `gate_up_proj` write the activation's arguments too.
+        wide: Let `weight_gradient` write fp32.
+        adds: Let `weight_gradient` add to what is there.
     """
     known = [("KIND", kind), ("KEEPS", int(keeps)), ("WIDE", int(wide)), ("ADDS", int(adds))]
     named = zip(("GATE_CAP", "UP_CAP"), caps, strict=True)
     return (*known, *((name, f"{float(cap)}f") for name, cap in named if cap is not None))
 
 
-class Products:
+class HopperProducts:
     """The products of one call: rows of one choice, in tiles of 256, with one set of weights in bf16."""
 
-    def __init__(self, rows: Rows, weights: Stacks, caps: tuple[float | None, float | None]) -> None:
+    def __init__(self, rows: ExpertRows, weights: ExpertWeights, caps: tuple[float | None, float | None]) -> None:
         self.rows, self.weights, self.caps = rows, weights, caps
         self.num_experts, self.inner_dim, self.width = weights.gate.shape
         self.options = {"device": weights.gate.device, "dtype": torch.bfloat16}
 
-    def open(self, x: Tensor, keeps: bool) -> tuple[Tensor, Tensor]:
+    def gate_up_proj(self, x: Tensor, keeps: bool) -> tuple[Tensor, Tensor]:
         """Return the activation's two arguments, if kept, and its value times the shares."""
         both = torch.empty(2, len(x) if keeps else 0, self.inner_dim, **self.options)
         inner = torch.empty(len(x), self.inner_dim, **self.options)
         gate, up = (_map(weight, 128) for weight in self.weights[:2])
         out = _map(inner[None], 64)
         maps = [_map(x[None], 128), gate, up, out, out, _map(both, 64) if keeps else out]
-        defines = macros(OPENED, self.caps, keeps=keeps)
+        defines = macros(GATE_UP_PROJ, self.caps, keeps=keeps)
         self._launch(defines, maps, self.width, -(-self.inner_dim // (COLUMNS // 2)))
         return both, inner
 
-    def close(self, inner: Tensor) -> Tensor:
+    def down_proj(self, inner: Tensor) -> Tensor:
         """Return what the experts return of each row."""
         result = torch.empty(len(inner), self.width, **self.options)
         down, out = _map(self.weights.down, 128), _map(result[None], 64)
         maps = [_map(inner[None], 128), down, down, out, out, out]
-        self._launch(macros(CLOSED), maps, self.inner_dim, -(-self.width // COLUMNS))
+        self._launch(macros(DOWN_PROJ), maps, self.inner_dim, -(-self.width // COLUMNS))
         return result
 
-    def reopen(self, above: Tensor, both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def down_proj_backward(self, above: Tensor, both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return gradients of both arguments, shares times values, and parts of the gradients of the shares."""
         to_both, weighted = torch.empty_like(both), torch.empty(both.shape[1:], **self.options)
         wide = -(-self.inner_dim // COLUMNS)
         share_parts = torch.empty(wide, len(above), dtype=torch.float32, device=above.device)
         down = _map(self.weights.down, 64)
         maps = [_map(above[None], 128), down, down, _map(both, 128), _map(weighted[None], 64), _map(to_both, 64)]
-        self._launch(macros(REOPENED, self.caps), maps, self.width, wide, share_parts)
+        self._launch(macros(DOWN_PROJ_BACKWARD, self.caps), maps, self.width, wide, share_parts)
         return to_both, weighted, share_parts
 
-    def return_to(self, to_both: Tensor) -> Tensor:
+    def gate_up_proj_backward(self, to_both: Tensor) -> Tensor:
         """Return the gradients of each row."""
         result = torch.empty(to_both.shape[1], self.width, **self.options)
         out = _map(result[None], 64)
         gate, up = (_map(weight, 64) for weight in self.weights[:2])
         maps = [_map(to_both, 128), gate, up, out, out, out]
-        self._launch(macros(RETURNED), maps, self.inner_dim, -(-self.width // COLUMNS))
+        self._launch(macros(GATE_UP_PROJ_BACKWARD), maps, self.inner_dim, -(-self.width // COLUMNS))
         return result
 
-    def multiply_outer(
+    def weight_gradient(
         self, left: Tensor, part: int, right: Tensor, dtype: torch.dtype, total: Tensor | None
     ) -> Tensor | None:
         """Return each expert's left[part]^T right, or add it to a total and return nothing."""
@@ -98,7 +98,7 @@ class Products:
         result = torch.empty(shape, device=right.device, dtype=dtype) if total is None else total
         other, out = _map(right[None], 64), _map(result, 64)
         maps = [_map(left[part : part + 1], 64), other, other, out, out, out]
-        defines = macros(OUTER, wide=result.dtype is torch.float32, adds=total is not None)
+        defines = macros(WEIGHT_GRADIENT, wide=result.dtype is torch.float32, adds=total is not None)
         self._launch(defines, maps, 0, -(-shape[2] // COLUMNS), None, -(-shape[1] // ROWS))
         return result if total is None else None
 

@@ -36,7 +36,7 @@ def _open(opening, passing, both, inner, share, row, column, BM: tl.constexpr, B
 
 @triton.jit
 @no_type_check
-def opened(x, gate, up, both, inner, expert, used, row_share, L, F, GATE_CAP: tl.constexpr, UP_CAP: tl.constexpr,
+def gate_up_proj(x, gate, up, both, inner, expert, used, row_share, L, F, GATE_CAP: tl.constexpr, UP_CAP: tl.constexpr,
            BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, KEEPS: tl.constexpr, FAST: tl.constexpr,
            FLATTEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Write inner = share act(x gate^T, x up^T), and with KEEPS the two arguments as both[0] and both[1]."""
@@ -60,7 +60,7 @@ def opened(x, gate, up, both, inner, expert, used, row_share, L, F, GATE_CAP: tl
 
 @triton.jit
 @no_type_check
-def closed(x, matrix, result, expert, used, L, F, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+def down_proj(x, matrix, result, expert, used, L, F, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
            FLATTEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Write result = x matrix^T for matrices [L, F]."""
     columns = tl.cdiv(L, BN)
@@ -92,7 +92,7 @@ def _reopen(back, both, to_both, weighted, share, row, column, BM: tl.constexpr,
 
 @triton.jit
 @no_type_check
-def reopened(above, down, both, to_both, weighted, share_part, expert, used, row_share, R, L, F,
+def down_proj_backward(above, down, both, to_both, weighted, share_part, expert, used, row_share, R, L, F,
              GATE_CAP: tl.constexpr, UP_CAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
              FAST: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Lead gradients back to the activation.
@@ -122,8 +122,8 @@ def reopened(above, down, both, to_both, weighted, share_part, expert, used, row
 
 @triton.jit
 @no_type_check
-def returned(to_both, gate, up, result, expert, used, L, F, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-             FLATTEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def gate_up_proj_backward(to_both, gate, up, result, expert, used, L, F, BM: tl.constexpr, BN: tl.constexpr,
+                          BK: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Write result = to_both[0] gate + to_both[1] up."""
     columns = tl.cdiv(L, BN)
     total = tl.load(used) * columns
@@ -144,8 +144,8 @@ def returned(to_both, gate, up, result, expert, used, L, F, BM: tl.constexpr, BN
 
 @triton.jit
 @no_type_check
-def outer(left, right, result, first, count, E, M, N, part, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-          ADDS: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def weight_gradient(left, right, result, first, count, E, M, N, part, BM: tl.constexpr, BN: tl.constexpr,
+                    BK: tl.constexpr, ADDS: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Write, or with ADDS add to, result[e] = left[part]^T right over the rows of each expert; zeros without rows."""
     high, wide = tl.cdiv(M, BM), tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), E * high * wide, tl.num_programs(0), flatten=FLATTEN):

@@ -19,7 +19,7 @@ PAIRS, BLOCKS, EXPERTS, TILES = 128, 256, 4, 64  # what a program counts at a ti
 WARPS = 4
 
 
-class Rows(NamedTuple):
+class ExpertRows(NamedTuple):
     """Where each pair's row stands, and whose rows stand where."""
 
     row: Int[Tensor, "T k"]
@@ -153,7 +153,7 @@ def most_rows(pairs: int, num_experts: int, tile: int) -> int:
     return (pairs + min(pairs, num_experts) * (tile - 1)) // tile * tile
 
 
-def arrange(expert: Int[Tensor, "T k"], share: Float[Tensor, "T k"], num_experts: int, tile: int) -> Rows:
+def arrange(expert: Int[Tensor, "T k"], share: Float[Tensor, "T k"], num_experts: int, tile: int) -> ExpertRows:
     """Give every pair its row.
 
     Args:
@@ -174,10 +174,10 @@ def arrange(expert: Int[Tensor, "T k"], share: Float[Tensor, "T k"], num_experts
     grid, wide = (-(-tiles // TILES),), 1 << (num_experts - 1).bit_length()
     launch(_arrange, grid, count, first, used, of_tile, tiles, num_experts, tile, wide, TILES, num_warps=8)
     launch(_place, (blocks,), expert, share, counts, first, row, row_share, pairs, num_experts, PAIRS, num_warps=8)
-    return Rows(row, row_share, of_tile, first, count, used, tile)
+    return ExpertRows(row, row_share, of_tile, first, count, used, tile)
 
 
-def spread(x: Float[Tensor, "T L"], rows: Rows, dtype: torch.dtype) -> Float[Tensor, "R L"]:
+def spread(x: Float[Tensor, "T L"], rows: ExpertRows, dtype: torch.dtype) -> Float[Tensor, "R L"]:
     """Return each row's token, rounded to a format, and zeros in the rows that end an expert's last tile."""
     (tokens, width), (num_experts,) = x.shape, rows.first.shape
     result = torch.empty(rows.share.shape[0], width, dtype=dtype, device=x.device)
@@ -189,7 +189,7 @@ def spread(x: Float[Tensor, "T L"], rows: Rows, dtype: torch.dtype) -> Float[Ten
     return result
 
 
-def sum_by_token(values: Float[Tensor, "R L"], rows: Rows, dtype: torch.dtype) -> Float[Tensor, "T L"]:
+def sum_by_token(values: Float[Tensor, "R L"], rows: ExpertRows, dtype: torch.dtype) -> Float[Tensor, "T L"]:
     """Return the sum of each token's rows, taken in fp32 and always in the same order."""
     (tokens, top_k), width = rows.row.shape, values.shape[1]
     result = torch.empty(tokens, width, dtype=dtype, device=values.device)
@@ -198,7 +198,7 @@ def sum_by_token(values: Float[Tensor, "R L"], rows: Rows, dtype: torch.dtype) -
     return result
 
 
-def collect(parts: Float[Tensor, "parts R"], rows: Rows, dtype: torch.dtype) -> Float[Tensor, "T k"]:
+def collect(parts: Float[Tensor, "parts R"], rows: ExpertRows, dtype: torch.dtype) -> Float[Tensor, "T k"]:
     """Return the sum of the parts of each pair's row."""
     result = torch.empty(rows.row.shape, dtype=dtype, device=parts.device)
     grid = (-(-result.numel() // PAIRS),)

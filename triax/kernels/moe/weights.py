@@ -1,22 +1,15 @@
-"""The three stacks of matrices of routed experts, their rounded copies, and where their gradients go."""
+"""Which weights routed experts multiply with: rounded copies, and where gradients go."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-
-class Stacks(NamedTuple):
-    """One tensor for each stack of weights, in its shape."""
-
-    gate: Float[Tensor, "E F L"]
-    up: Float[Tensor, "E F L"]
-    down: Float[Tensor, "E L F"]
+from triax.kernels.routed import ExpertWeights
 
 
-def routed(weights: Stacks, rounded: Stacks | None, sums: Stacks | None) -> Stacks:
+def with_gradients(weights: ExpertWeights, rounded: ExpertWeights | None, sums: ExpertWeights | None) -> ExpertWeights:
     """Return what to multiply with: rounded copies whose gradients go to the weights, or into sums instead.
 
     Args:
@@ -25,9 +18,9 @@ def routed(weights: Stacks, rounded: Stacks | None, sums: Stacks | None) -> Stac
         sums: Where gradients are added; the weights then receive none.
     """
     if sums is not None:
-        weights = Stacks(*(_Added.apply(*pair) for pair in zip(weights, sums, strict=True)))
+        weights = ExpertWeights(*(_Added.apply(*pair) for pair in zip(weights, sums, strict=True)))
     if rounded is not None:
-        weights = Stacks(*(_Rounded.apply(*pair) for pair in zip(weights, rounded, strict=True)))
+        weights = ExpertWeights(*(_Rounded.apply(*pair) for pair in zip(weights, rounded, strict=True)))
     return weights
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from triax.errors import CheckpointError
 from triax.kernels.dispatch import mode
-from triax.kernels.mx import reference, refuse
+from triax.kernels.mx import reference, validate
+from triax.kernels.mx.parallel_chunks import run_chunks
 from triax.kernels.mx.reference import BLOCK, E4M3
-from triax.kernels.mx.spread import spread
 
 __all__ = ["BLOCK", "Fp8", "dequantize", "quantize"]
 
@@ -47,12 +47,12 @@ def quantize(weight: Shaped[Tensor, "..."], *, name: str = "weight", threads: in
     Raises:
         CheckpointError: The weight cannot be held.
     """
-    refuse.source(weight, name, "fp8")
+    validate.source(weight, name, "fp8")
     _refuse_no_matrix(weight, name)
     weight = weight.detach()
     if mode() == "reference" and weight.numel():
         if not weight.isfinite().all():
-            raise refuse.not_finite(weight, name)
+            raise validate.not_finite(weight, name)
         code, scale = reference.quantize_fp8(weight.cpu())
         return Fp8(code.view(torch.float8_e4m3fn).to(weight.device), scale.to(weight.device))
     rows, columns = weight.shape
@@ -69,9 +69,9 @@ def quantize(weight: Shaped[Tensor, "..."], *, name: str = "weight", threads: in
             code[row : row + BLOCK].copy_(rounded.flatten(1)[:, :columns])
             scale[row // BLOCK] = stored
 
-    spread(weight.numel(), part, threads, BLOCK * max(columns, 1))
+    run_chunks(weight.numel(), part, threads, BLOCK * max(columns, 1))
     if not scale.isfinite().all():
-        raise refuse.not_finite(weight, name)
+        raise validate.not_finite(weight, name)
     return Fp8(code, scale)
 
 
@@ -95,11 +95,11 @@ def dequantize(
     Raises:
         CheckpointError: The two do not fit each other, or a code, a scale or a product is not a finite number.
     """
-    refuse.target(dtype, name)
+    validate.target(dtype, name)
     _refuse_no_matrix(weight, name)
-    refuse.shape(name, "the weight", weight, tuple(weight.shape), torch.float8_e4m3fn)
-    refuse.shape(name, "the scale", scale, _blocks(weight), torch.float32)
-    refuse.scale(name, scale, lambda: _used(weight))
+    validate.shape(name, "the weight", weight, tuple(weight.shape), torch.float8_e4m3fn)
+    validate.shape(name, "the scale", scale, _blocks(weight), torch.float32)
+    validate.scale(name, scale, lambda: _used(weight))
     code = weight.view(torch.uint8)
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     if mode() == "reference" and weight.numel():
@@ -118,7 +118,7 @@ def dequantize(
             if not ends.to(dtype).isfinite().all():
                 _refuse_product(target, name, row)
 
-    spread(weight.numel(), part, threads, BLOCK * max(columns, 1))
+    run_chunks(weight.numel(), part, threads, BLOCK * max(columns, 1))
     return out
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from triax.errors import CheckpointError
 from triax.kernels.dispatch import mode
-from triax.kernels.mx import reference, refuse
+from triax.kernels.mx import reference, validate
+from triax.kernels.mx.parallel_chunks import pieces, run_chunks
 from triax.kernels.mx.reference import GROUP
-from triax.kernels.mx.spread import pieces, spread
 
 __all__ = ["GROUP", "Int4", "dequantize", "quantize"]
 
@@ -50,7 +50,7 @@ def quantize(weight: Shaped[Tensor, "..."], *, name: str = "weight", threads: in
     Raises:
         CheckpointError: The weight cannot be held.
     """
-    refuse.source(weight, name, "int4")
+    validate.source(weight, name, "int4")
     if weight.dim() != 2 or weight.shape[1] % GROUP:
         raise CheckpointError(
             f"{name}: no matrix whose rows split into groups of {GROUP}; found shape {list(weight.shape)}; "
@@ -61,7 +61,7 @@ def quantize(weight: Shaped[Tensor, "..."], *, name: str = "weight", threads: in
     shape = torch.tensor([rows, columns], dtype=torch.int32)
     if mode() == "reference" and weight.numel():
         if not weight.isfinite().all():
-            raise refuse.not_finite(weight, name)
+            raise validate.not_finite(weight, name)
         packed, scale = reference.quantize_int4(weight.cpu())
         return Int4(packed.to(weight.device), scale.to(weight.device), shape)
     groups = weight.reshape(-1, GROUP)
@@ -72,9 +72,9 @@ def quantize(weight: Shaped[Tensor, "..."], *, name: str = "weight", threads: in
         for part in pieces(start, stop, GROUP):
             largest[part] = groups[part].float().abs().amax(1)
 
-    spread(weight.numel(), measure, threads)
+    run_chunks(weight.numel(), measure, threads)
     if not largest.isfinite().all():
-        raise refuse.not_finite(weight, name)
+        raise validate.not_finite(weight, name)
     scale = (largest / LARGEST).bfloat16().clamp_(min=SMALLEST_SCALE).masked_fill_(largest == 0, 1.0)
 
     def write(start: int, stop: int) -> None:
@@ -83,7 +83,7 @@ def quantize(weight: Shaped[Tensor, "..."], *, name: str = "weight", threads: in
             two = number.view(torch.int32).to(torch.uint8).view(torch.int16)
             packed[part] = (two | two >> 4).to(torch.uint8)
 
-    spread(weight.numel(), write, threads)
+    run_chunks(weight.numel(), write, threads)
     return Int4(packed.view(torch.int32).view(rows, columns // WORD), scale.view(rows, columns // GROUP), shape)
 
 
@@ -109,20 +109,20 @@ def dequantize(
     Raises:
         CheckpointError: The tensors do not fit each other, or a scale or a product is not a finite number.
     """
-    refuse.target(dtype, name)
+    validate.target(dtype, name)
     if packed.dim() != 2 or packed.dtype != torch.int32 or packed.shape[1] * WORD % GROUP:
         raise CheckpointError(
             f"{name}: packed weights are a matrix of `torch.int32` with a multiple of {GROUP // WORD} words in a row; "
             f"found `{packed.dtype}` of {list(packed.shape)}; name a tensor that ends in weight_packed"
         )
     rows, columns = packed.shape[0], packed.shape[1] * WORD
-    refuse.shape(name, "the scale", scale, (rows, columns // GROUP), torch.bfloat16)
+    validate.shape(name, "the scale", scale, (rows, columns // GROUP), torch.bfloat16)
     if shape is not None and shape.tolist() != [rows, columns]:
         raise CheckpointError(
             f"{name}: weight_shape says {shape.tolist()}; found packed weights of {[rows, columns]}; "
             "take all three tensors from the same checkpoint"
         )
-    refuse.scale(name, scale, lambda: _used(packed))
+    validate.scale(name, scale, lambda: _used(packed))
     out = torch.empty(rows, columns, dtype=dtype, device=packed.device)
     if mode() == "reference" and packed.numel():
         out.copy_(reference.dequantize_int4(packed.cpu(), scale.cpu()).float())
@@ -136,10 +136,10 @@ def dequantize(
                 words = ready.index_select(0, pairs[part].reshape(-1).int())
                 target[part] = words.view(torch.float32).view(-1, GROUP).mul_(scales[part, None])
 
-        spread(out.numel(), read, threads)
+        run_chunks(out.numel(), read, threads)
     # The largest integer is -8; a look at every weight is needed only if it may have become infinite.
     if scale.numel() and (scale.float().max() * 8).to(dtype).isinf() and not out.isfinite().all():
-        raise refuse.not_finite(out, name)
+        raise validate.not_finite(out, name)
     return out
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from triax.errors import CheckpointError
 from triax.kernels.dispatch import mode
-from triax.kernels.mx import count, reference, refuse, table
+from triax.kernels.mx import mxfp4_decode, mxfp4_encode, reference, validate
 from triax.kernels.mx.reference import BIAS, E2M1, GROUP, UNIT_SCALE
 
 __all__ = ["GROUP", "UNIT_SCALE", "Mxfp4", "check_scale", "dequantize", "is_blank", "quantize"]
@@ -46,7 +46,7 @@ def quantize(weight: Shaped[Tensor, "..."], *, name: str = "weight", threads: in
     Raises:
         CheckpointError: The weight cannot be held.
     """
-    refuse.source(weight, name, "mxfp4")
+    validate.source(weight, name, "mxfp4")
     if weight.dim() < 1 or weight.shape[-1] % GROUP:
         raise CheckpointError(
             f"{name}: a row does not split into blocks of {GROUP}; found shape {list(weight.shape)}; keep it in bf16"
@@ -63,11 +63,11 @@ def quantize(weight: Shaped[Tensor, "..."], *, name: str = "weight", threads: in
         return Mxfp4(packed.view(half).to(weight.device), scale.view(blocks).to(weight.device))
     if weight.device.type != "cpu":
         _refuse_not_finite(weight, name)
-        packed, scale = count.pack_anywhere(flat)
+        packed, scale = mxfp4_encode.pack_anywhere(flat)
     else:
         packed, scale = (torch.empty(flat.numel() // size, dtype=torch.uint8) for size in (2, GROUP))
-        if not count.pack(flat, packed, scale, threads):
-            raise refuse.not_finite(weight, name)
+        if not mxfp4_encode.pack(flat, packed, scale, threads):
+            raise validate.not_finite(weight, name)
     return Mxfp4(packed.view(half), scale.view(blocks))
 
 
@@ -93,7 +93,7 @@ def dequantize(
     Raises:
         CheckpointError: The two do not fit each other, a scale is not a number, or a weight is too large for `dtype`.
     """
-    refuse.target(dtype, name)
+    validate.target(dtype, name)
     if scale.dtype == torch.float8_e8m0fnu:
         scale = scale.view(torch.uint8)
     if packed.dtype != torch.uint8 or packed.dim() < 1 or packed.shape[-1] % (GROUP // 2):
@@ -102,11 +102,11 @@ def dequantize(
             f"`{packed.dtype}` of {list(packed.shape)}; name a tensor that ends in weight_packed"
         )
     *rows, half = packed.shape
-    refuse.shape(name, "the scale", scale, (*rows, half * 2 // GROUP), torch.uint8)
+    validate.shape(name, "the scale", scale, (*rows, half * 2 // GROUP), torch.uint8)
     check_scale(packed, scale, name=name)
     shape = (*rows, half * 2)
     if out is not None:
-        refuse.shape(name, "`out`", out, shape, dtype)
+        validate.shape(name, "`out`", out, shape, dtype)
         if not out.is_contiguous():
             raise CheckpointError(f"{name}: `out` has gaps; found strides {out.stride()}; give contiguous memory")
     result = torch.empty(shape, dtype=dtype, device=packed.device) if out is None else out
@@ -117,10 +117,10 @@ def dequantize(
         return result.copy_(reference.dequantize_mxfp4(*two).view(shape))
     flat, scales = packed.reshape(-1), scale.reshape(-1)
     if packed.device.type == "cpu":
-        table.unpack(flat, scales, result.view(-1), threads)
+        mxfp4_decode.unpack(flat, scales, result.view(-1), threads)
     else:
         place = (scales.int() << 8)[:, None] + flat.view(-1, GROUP // 2).int()
-        words = table.pairs(dtype).to(packed.device).index_select(0, place.view(-1))
+        words = mxfp4_decode.pairs(dtype).to(packed.device).index_select(0, place.view(-1))
         result.copy_(words.view(dtype).view(shape))
     return result
 
@@ -135,7 +135,7 @@ def check_scale(packed: UInt8[Tensor, "*rows half"], scale: UInt8[Tensor, "*rows
         return
     if largest == NOT_A_NUMBER:
         raise CheckpointError(
-            f"{name}: scale code 255 is not a number; found at block {refuse.first(scale == NOT_A_NUMBER)}; "
+            f"{name}: scale code 255 is not a number; found at block {validate.first(scale == NOT_A_NUMBER)}; "
             "fetch the file again"
         )
     magnitudes = torch.tensor(E2M1, dtype=torch.float64, device=packed.device)
@@ -158,4 +158,4 @@ def is_blank(packed: UInt8[Tensor, "*rows half"], scale: UInt8[Tensor, "*rows bl
 
 def _refuse_not_finite(weight: Float[Tensor, "*rows C"], name: str) -> None:
     if not weight.isfinite().all():
-        raise refuse.not_finite(weight, name)
+        raise validate.not_finite(weight, name)

@@ -25,7 +25,7 @@ SHIFT = tl.constexpr(
 MOST_PAIRS = 1 << 17  # worked on at once: what experts return is kept in fp32 until it is added up
 
 
-class Form(NamedTuple):
+class TiledLaunch(NamedTuple):
     """How the kernels are cut."""
 
     rows: int
@@ -40,8 +40,8 @@ class Form(NamedTuple):
     stages: int
 
 
-LARGE = Form(128, 64, 128, 4, 8, 3)
-SMALL = Form(16, 16, 16, 1, 4, 1)  # what the interpreter takes in reasonable time
+LARGE = TiledLaunch(128, 64, 128, 4, 8, 3)
+SMALL = TiledLaunch(16, 16, 16, 1, 4, 1)  # what the interpreter takes in reasonable time
 
 
 @triton.jit
@@ -193,14 +193,14 @@ def experts(
     *,
     rounded: bool,
 ) -> Float[Tensor, "T L"]:
-    """See `triax.kernels.mx.experts.experts`, and with `rounded` `experts_of_rounded`; no gradient.
+    """See `triax.kernels.mx.experts.experts`; no gradient.
 
     Raises:
         UnsupportedError: The kernels have no form for these inputs.
     """
     if reason := unsupported(hidden, gate, up, down, activation):
         raise UnsupportedError(
-            f"kernels.mx.tiled: no kernel for {reason}; it takes bf16 and fp32 tokens and packed weights; "
+            f"kernels.mx.experts.tiled: no kernel for {reason}; it takes bf16 and fp32 tokens and packed weights; "
             "`triax.kernels.mx.experts` takes another form by itself"
         )
     output = torch.empty_like(hidden, memory_format=torch.contiguous_format)
@@ -221,7 +221,7 @@ def _some(
     down: Mxfp4,
     activation: Any,
     output: Tensor,
-    form: Form,
+    form: TiledLaunch,
     rounded: bool,
 ) -> None:
     top_k, (number, inner_dim, _), width = expert.shape[1], gate.packed.shape, hidden.shape[1]

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
+from triax.kernels.mx.parallel_chunks import PIECE, run_chunks
 from triax.kernels.mx.reference import BIAS, E2M1, GROUP, UNIT_SCALE
-from triax.kernels.mx.spread import PIECE, spread
 
 BITS = {torch.bfloat16: (torch.int16, 7), torch.float32: (torch.int32, 23)}  # as integers; bits of the mantissa
 # Between code k and k + 1 lies their mean, which belongs to the even one of the two.
@@ -82,7 +82,7 @@ def pack(
             np.copyto(packed[at // 2 : end // 2].numpy(), two, casting="unsafe")
             np.copyto(scale[at // GROUP : end // GROUP].numpy(), stored, casting="unsafe")
 
-    spread(weight.numel(), part, threads)
+    run_chunks(weight.numel(), part, threads)
     return not finite
 
 

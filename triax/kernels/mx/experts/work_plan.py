@@ -12,7 +12,7 @@ from torch import Tensor
 from triax.kernels import nvrtc
 from triax.kernels.mx.mxfp4 import Mxfp4
 
-PLAN, WEIGHTS = (Path(__file__).with_name(name) for name in ("plan.cu", "weights.cuh"))
+PLAN, WEIGHTS = (Path(__file__).with_name(name) for name in ("work_plan.cu", "weights.cuh"))
 THREADS = 1024
 MOST_EXPERTS = 4096
 WIDTHS = 128  # what the widths of the matrices split into
@@ -22,7 +22,7 @@ RINGS = (4, 3, 2, 1)
 Defines = tuple[tuple[str, int], ...]
 
 
-class Plan(NamedTuple):
+class WorkPlan(NamedTuple):
     """Pairs of token and expert, sorted by expert and cut into items."""
 
     order: Int[Tensor, " P"]
@@ -85,10 +85,10 @@ def unsupported(hidden: Tensor, gate: Mxfp4, up: Mxfp4, down: Mxfp4, activation:
     return None
 
 
-def plan(expert: Int[Tensor, "T k"], num_experts: int, columns: int) -> Plan:
+def plan(expert: Int[Tensor, "T k"], num_experts: int, columns: int) -> WorkPlan:
     """Sort the pairs and cut each expert's into items of at most so many."""
     pairs, kept = expert.numel(), {"dtype": torch.int32, "device": expert.device}
-    made = Plan(
+    made = WorkPlan(
         torch.empty(pairs, **kept), torch.empty(most_items(pairs, num_experts, columns), 4, **kept),
         torch.empty(1, **kept),
     )  # fmt: skip

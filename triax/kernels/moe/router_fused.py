@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from triax.kernels.device import launch
-from triax.kernels.moe.choice import Places, Tallied
+from triax.kernels.moe.router_counts import MarginBins, RouterCounts
 
 MOST_EXPERTS = 4096
 WAYS = 64  # places that sums of scores are added up in, lest all programs wait for one
@@ -92,14 +92,14 @@ def choose(
     scale: float,
     *,
     renormalize: bool,
-    places: Places | None = None,
-) -> tuple[Int[Tensor, "T k"], Float[Tensor, "T k"], Tallied | None]:
+    places: MarginBins | None = None,
+) -> tuple[Int[Tensor, "T k"], Float[Tensor, "T k"], RouterCounts | None]:
     """See `choice.choose`; of equal scores the first expert's counts as the larger."""
     expert, share, tally = _Choice.apply(logit, bias, top_k, scale, renormalize, places)
     if tally is None:
         return expert, share, None
     experts = logit.shape[1]
-    return expert, share, Tallied(tally[:experts], tally[experts:].sum())
+    return expert, share, RouterCounts(tally[:experts], tally[experts:].sum())
 
 
 class _Choice(torch.autograd.Function):
@@ -111,7 +111,7 @@ class _Choice(torch.autograd.Function):
         top_k: int,
         scale: float,
         renormalize: bool,
-        places: Places | None,
+        places: MarginBins | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         tokens, experts = logit.shape
         device = logit.device

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float, Shaped, UInt8
 from torch import Tensor
 
+from triax.kernels.mx.parallel_chunks import PIECE, run_chunks
 from triax.kernels.mx.reference import BIAS, E2M1, GROUP
-from triax.kernels.mx.spread import PIECE, spread
 
 PAIRS = GROUP // 2  # bytes that share a scale
 WORD = {torch.bfloat16: torch.int32, torch.float32: torch.int64}  # what holds two numbers
@@ -42,4 +42,4 @@ def unpack(
             place.view(-1, PAIRS).add_(row[at // PAIRS : end // PAIRS, None])
             torch.index_select(ready, 0, place, out=words[at:end])
 
-    spread(out.numel(), part, threads)
+    run_chunks(out.numel(), part, threads)

@@ -10,7 +10,7 @@ PIECE = 1 << 15  # values: all buffers of a piece fit a second-level cache, and 
 WORTH_A_THREAD = 1 << 19  # values; below, starting a thread costs more than it saves
 
 
-def spread(length: int, work: Callable[[int, int], None], threads: int | None = None, unit: int = PIECE) -> None:
+def run_chunks(length: int, work: Callable[[int, int], None], threads: int | None = None, unit: int = PIECE) -> None:
     """Call `work(start, stop)` on parts that cover `length` values; parts run at the same time.
 
     Args:

@@ -6,13 +6,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from triax.config.model import Moe
-from triax.kernels.moe.choice import Places
-from triax.kernels.moe.choice import choose as dispatched
+from triax.kernels.moe.router import MarginBins
+from triax.kernels.moe.router import choose as dispatched
 from triax.model.router import SCORE_UNIT, Router, bins
 
 pytest.importorskip("triton")
 
-from triax.kernels.moe import best
+from triax.kernels.moe import router_fused
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -38,12 +38,12 @@ def chain(router, logit, monkeypatch):
 def places_of(router):
     num_bins = router.num_bins if router.moe.top_k < router.moe.num_experts else 0
     margins = torch.zeros(router.moe.num_experts, num_bins, dtype=torch.long, device=DEVICE)
-    return Places(margins, *bins(router.balance_bias, max(1, num_bins)), SCORE_UNIT)
+    return MarginBins(margins, *bins(router.balance_bias, max(1, num_bins)), SCORE_UNIT)
 
 
 def chosen(router, logit, places=None):
     moe = router.moe
-    return best.choose(
+    return router_fused.choose(
         logit, router.balance_bias, moe.top_k, moe.share_scale, renormalize=moe.renormalize, places=places
     )
 
@@ -109,11 +109,11 @@ def test_no_gpu_or_a_wish_for_the_definition_means_no_kernel(monkeypatch):
     assert dispatched(logit, router.balance_bias, 1, 1.0, renormalize=True) is None
     monkeypatch.delenv("TRIAX_KERNELS")
     assert dispatched(logit.cpu(), router.balance_bias.cpu(), 1, 1.0, renormalize=True) is None
-    assert best.unsupported(logit.double()) == "dtype `torch.float64`"
+    assert router_fused.unsupported(logit.double()) == "dtype `torch.float64`"
 
 
 def test_kernels_compile_for_hopper_without_spilling(hopper):
-    module, shape = "triax.kernels.moe.best", {"E": 896, "EE": 1024, "K": 16, "KK": 16, "RENORMALIZE": True}
+    module, shape = "triax.kernels.moe.router_fused", {"E": 896, "EE": 1024, "K": 16, "KK": 16, "RENORMALIZE": True}
     given = dict.fromkeys(("logit", "bias", "share", "kept_score", "low", "width", "upstream", "to_logit"), "*fp32")
     given |= dict.fromkeys(("expert", "margins", "tally"), "*i64") | {"row": "i32", "scale": "fp32", "per_unit": "fp32"}
     wanted = [
