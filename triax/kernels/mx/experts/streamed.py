@@ -62,7 +62,8 @@ def experts(
     if reason := unsupported(hidden, expert, gate, up, down, activation):
         raise UnsupportedError(
             f"kernels.mx.experts.streamed: no kernel for {reason}; it takes bf16 tokens, multiples of "
-            f"{work_plan.WIDTHS} as widths, few tokens an expert, on Hopper; `triax.kernels.mx.experts` takes another form by itself"
+            f"{work_plan.WIDTHS} as widths, few tokens an expert, on Hopper; "
+            "`triax.kernels.mx.experts` takes another form by itself"
         )
     output = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     if not expert.numel():
