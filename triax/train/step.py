@@ -43,6 +43,10 @@ class Outcome:
 class Step:
     """Takes the microbatches of one step; the gradient is that of the whole batch, however it is cut.
 
+    A step whose loss or gradient norm is not finite moves nothing and names the first layer or parameter at fault. An
+    infinite activation that a saturating function turns into a finite loss and a finite gradient passes: such a step
+    is right as it stands.
+
     Every sum is divided by the trained tokens of the whole step, so a mean of means never arises and microbatches with
     few targets, or none, weigh what they should.
     """
