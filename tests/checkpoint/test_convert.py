@@ -165,6 +165,23 @@ def test_layers_become_a_small_model_of_their_own(made, tmp_path):
     assert all(torch.equal(tensor, part.state_dict()[key]) for key, tensor in cut.state_dict().items())
 
 
+def test_f05_keys_that_no_setting_holds_are_kept_whole_or_cut(made, tmp_path):
+    folder = shutil.copytree(made["kimi_k3"][0], tmp_path / "source")
+    config = json.loads((folder / "config.json").read_text())
+    config["image_placeholder"] = "<|a picture|>"
+    config["text_config"] |= {"_name_or_path": "", "add_cross_attention": False, "max_length": 20, "use_cache": True}
+    config["vision_config"]["_attn_implementation"] = "flash_attention_2"
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8-sig")
+    for name, layers in (("whole", None), ("cut", range(1, 4))):
+        run(folder, tmp_path / name, "bf16", layers=layers)
+        written = json.loads((tmp_path / name / "config.json").read_text())
+        assert written["image_placeholder"] == "<|a picture|>"
+        assert written["text_config"].items() >= {"add_cross_attention": False, "max_length": 20}.items()
+        assert written["vision_config"]["_attn_implementation"] == "flash_attention_2"
+    assert written["text_config"]["num_hidden_layers"] == 3
+    assert verify(tmp_path / "cut").is_whole
+
+
 def test_what_lies_beside_the_weights_goes_along(made, tmp_path):
     run(made["kimi_k3"][0], tmp_path / "out", "bf16")
     for name in ("tokenizer_config.json", "generation_config.json"):

@@ -190,6 +190,89 @@ def test_unknown_keys_are_also_refused_outside_of_the_text_model():
         parse(config("kimi_k3") | {"vision_confg": {}})
 
 
+# --- F05: configs as transformers writes them
+
+WRITTEN = json.loads((FOLDER / "transformers.json").read_text())
+"""What `PretrainedConfig().to_dict()` gives in each version: the keys of every config that it writes."""
+
+
+def tables(config):
+    """The tables of a config that are transformers configs of their own."""
+    return [config, *(config[name] for name in ("text_config", "vision_config") if name in config)]
+
+
+@pytest.mark.parametrize("version", WRITTEN)
+@pytest.mark.parametrize("name", RELEASED)
+def test_f05_defaults_that_transformers_writes_change_nothing(name, version):
+    written = config(name)
+    for table in tables(written):
+        own = dict(table)
+        table |= WRITTEN[version]  # ids and the tied head too, where the table does not say otherwise
+        table |= own | ({} if "vt_hidden_size" in own else {"tie_word_embeddings": False})
+    assert parse(written) == parse(config(name))
+
+
+@pytest.mark.parametrize("name", ["kimi_linear", "kimi_k2", "moonlight", "kimi_k25"])
+@pytest.mark.parametrize("use_diff", [True, False])
+@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")
+def test_f05_the_installed_transformers_writes_the_same_model(name, use_diff):
+    transformers = pytest.importorskip("transformers")
+    kinds = {"kimi_linear": "KimiLinearConfig", "kimi_k25": "Kimi_K25Config"}
+    kind = getattr(transformers, kinds.get(name, "DeepseekV3Config"), None)
+    if kind is None:
+        pytest.skip(f"transformers {transformers.__version__} does not know {name}")
+    written = json.loads(kind.from_dict(config(name)).to_json_string(use_diff=use_diff))
+    assert written != config(name)
+    found, released = parse(written), parse(config(name))
+    assert (found.settings, found.vision) == (released.settings, released.vision)
+
+
+def test_f05_a_tower_in_transformers_own_spelling_is_the_released_one():
+    written, released = config("kimi_k25_transformers"), config("kimi_k25")
+    assert not any(key.startswith("vt_") for key in written["vision_config"])
+    assert parse(written).vision == parse(released).vision
+    written["projection_layer_norm_eps"] = 1e-3
+    assert parse(written).vision.projector_eps == 1e-3
+    written["vision_config"]["vt_hidden_size"] = 64
+    with pytest.raises(ConfigError, match="`vt_hidden_size` and `hidden_size` mean the same; found `64` and `1152`"):
+        parse(written)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("add_cross_attention", True),
+        ("cross_attention_hidden_size", 64),
+        ("is_encoder_decoder", True),
+        ("pruned_heads", {"0": [1]}),
+        ("tie_encoder_decoder", True),
+        ("attention_dropout", 0.1),
+        ("attention_bias", True),
+    ],
+)
+@pytest.mark.parametrize("name", ["kimi_k3", "kimi_k2"])
+def test_f05_a_common_key_that_would_change_the_model_is_refused(name, key, value):
+    with pytest.raises(ConfigError, match=f"`{key}` is not supported; found"):
+        parse(changed(name, **{key: value}))
+
+
+def test_f05_sampling_settings_of_a_config_are_told_and_change_nothing():
+    found = parse(changed("kimi_k3", temperature=0.6, num_beams=4, top_k=None))
+    assert found.settings == parse(config("kimi_k3")).settings
+    assert "sampling settings, which are not read here: `num_beams` 4, `temperature` 0.6" in found.notes[-1]
+
+
+def test_f05_an_unknown_key_passes_only_when_it_says_nothing():
+    assert parse(changed("kimi_k3", a_new_option=None)) == parse(config("kimi_k3"))
+    with pytest.raises(ConfigError, match="`a_new_option` is not a key of this family"):
+        parse(changed("kimi_k3", a_new_option=False))
+
+
+def test_f28_a_byte_order_mark_before_a_config_is_no_part_of_it(tmp_path):
+    (tmp_path / "config.json").write_text((FOLDER / "kimi_k3.json").read_text(), encoding="utf-8-sig")
+    assert read_config(tmp_path) == parse(config("kimi_k3"))
+
+
 @pytest.mark.parametrize("content", [None, "", "{", "[1]", "\0\0"])
 def test_a_config_file_that_is_absent_or_broken_is_refused_with_its_path(tmp_path, content):
     if content is not None:
@@ -290,7 +373,7 @@ def test_any_hybrid_model_survives_its_published_form(settings, family):
 def test_no_key_of_a_released_config_can_be_misspelled_unseen(name, data):
     whole = copy.deepcopy(config(name))
     text = whole.get("text_config", whole)
-    key = data.draw(st.sampled_from(sorted(set(text) - {"model_type"})))
+    key = data.draw(st.sampled_from(sorted(name for name, value in text.items() if value is not None)))
     text[f"{key}_"] = text.pop(key)
     with pytest.raises(ConfigError):
         parse(whole)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from triax.checkpoint.load import load_released
 from triax.checkpoint.scan import INDEX
 from triax.checkpoint.verify import verify
 from triax.cli.app import main
@@ -75,7 +76,7 @@ def test_a_whole_folder_is_counted_to_the_byte(made, family, structure):
     found = verify(folder, structure=structure)
     assert found.is_whole
     assert (found.tensors, found.nbytes) == (len(tensors), sum(tensor.nbytes for tensor in tensors.values()))
-    assert found.parameters < sum(tensor.numel() * 2 for tensor in tensors.values())
+    assert found.parameters == sum(weight.numel() for weight in load_released(folder).state_dict().values())
 
 
 def test_the_verb_prints_a_line_a_class_and_a_summary(triax, made):
@@ -94,6 +95,11 @@ def test_a_refused_folder_has_status_1_and_a_full_list(triax, folder):
     status, out, _ = triax("checkpoint", "verify", folder, "--structure")
     assert status == 1
     assert "12 missing:" in out
+    for words in (["--structure"], []):
+        status, out_json, _ = triax("checkpoint", "verify", folder, "--json", *words)
+        assert status == 1
+        assert json.loads(out_json)["whole"] is False
+        assert len(json.loads(out_json)["problems"]["missing"]) == 12
     assert out.count("experts") >= 12
     assert out.splitlines()[-1].startswith("REFUSED")
 
@@ -224,6 +230,60 @@ def test_a_bit_flipped_in_a_tensor_is_told_only_by_its_checksum(folder):
     assert problems(folder) == {"files with another SHA-256": [path.name]}
     (folder / "SHA256SUMS").unlink()
     assert problems(folder) == {}
+
+
+def gnu(path, mode=" "):
+    return f"{hashlib.sha256(path.read_bytes()).hexdigest()} {mode}{path.name}"
+
+
+def bsd(path):
+    return f"SHA256 ({path.name}) = {hashlib.sha256(path.read_bytes()).hexdigest().upper()}"
+
+
+@pytest.mark.parametrize("form", [gnu, lambda path: gnu(path, "*"), bsd, lambda path: gnu(path) + "\r"])
+def test_f10_each_form_of_a_checksum_is_read(folder, form):
+    weights = sorted(folder.glob("*.safetensors"))
+    lines = ["# made by a release", "", *map(form, weights), form(folder / "config.json")]
+    (folder / "SHA256SUMS").write_text("\n".join(lines) + "\n", encoding="utf-8-sig" if form is bsd else "utf-8")
+    assert problems(folder) == {}
+    content = bytearray(weights[2].read_bytes())
+    content[-100] ^= 1
+    weights[2].write_bytes(content)
+    config = folder / "config.json"
+    config.write_text(config.read_text() + " ")
+    assert problems(folder) == {"files with another SHA-256": [weights[2].name, "config.json"]}
+
+
+@pytest.mark.parametrize("named", [0, 1, 7])
+def test_f10_checksums_that_leave_files_out_vouch_for_nothing(folder, named):
+    weights = sorted(folder.glob("*.safetensors"))
+    lines = [gnu(folder / "config.json"), *map(gnu, weights[:named])]
+    (folder / "SHA256SUMS").write_text("\n".join(lines) if named else "")
+    kind = f"files without a checksum (SHA256SUMS names {named} of 8 files)"
+    assert problems(folder) == {kind: [path.name for path in weights[named:]]}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "d41d8cd98f00b204e9800998ecf8427e  model-00001-of-00008.safetensors",
+        "SHA512 (model-00001-of-00008.safetensors) = " + "0" * 128,
+        "<html>404</html>",
+        "0" * 64,
+        "\0\1\2",
+    ],
+)
+def test_f10_a_line_that_is_no_checksum_is_told(folder, line):
+    weights = sorted(folder.glob("*.safetensors"))
+    (folder / "SHA256SUMS").write_text("\n".join([*map(gnu, weights), line]))
+    (kind,) = problems(folder).items()
+    assert kind == ("lines of SHA256SUMS that are no checksum of a file", [f"line 9: {line[:80]}"])
+
+
+def test_f10_a_weight_file_that_only_the_checksums_know_is_told_and_a_readme_is_not(folder):
+    lines = [*map(gnu, sorted(folder.glob("*.safetensors"))), "0" * 64 + "  gone.safetensors", "0" * 64 + "  README.md"]
+    (folder / "SHA256SUMS").write_text("\n".join(lines))
+    assert problems(folder) == {"files of SHA256SUMS are missing": ["gone.safetensors"]}
 
 
 def test_a_config_that_disagrees_with_the_tensors_is_told(folder):

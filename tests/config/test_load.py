@@ -1,9 +1,21 @@
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from triax.config import show
-from triax.config.load import COMMAND_LINE, find_recipe, gather, load, load_either, load_model, load_recipe, merge
+from triax.config.load import (
+    COMMAND_LINE,
+    find_recipe,
+    gather,
+    load,
+    load_either,
+    load_model,
+    load_recipe,
+    merge,
+    purpose,
+)
 from triax.config.optim import AdamW, MuonClip
 from triax.config.train import Recipe
 from triax.errors import ConfigError
@@ -27,6 +39,15 @@ def test_a_child_recipe_changes_only_what_it_names(tmp_path):
     recipe = load_recipe(child)
     assert (recipe.optim.lr, recipe.optim.momentum) == (0.25, 0.5)
     assert recipe.model == load_recipe("nano").model
+
+
+def test_f28_a_byte_order_mark_before_a_recipe_is_no_part_of_it(tmp_path):
+    (tmp_path / "marked.toml").write_text('# A marked one.\nextends = "nano"\n[optim]\nlr = 0.25\n', "utf-8-sig")
+    assert load_recipe(tmp_path / "marked.toml").optim.lr == 0.25
+    assert purpose(tmp_path / "marked.toml") == "A marked one."
+    written = {"recipe": load_recipe("nano").model_dump(mode="json")}
+    (tmp_path / "recipe.json").write_text(json.dumps(written), "utf-8-sig")
+    assert load_recipe(tmp_path / "recipe.json") == load_recipe("nano")
 
 
 def test_recipes_that_extend_each_other_in_a_circle_are_refused(tmp_path):

@@ -132,7 +132,7 @@ def examine(folder: Path, towers: Towers = "all", needed: Callable[[TensorSpec],
 def _own_config(folder: Path) -> Published:
     path = folder / OWN
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        table = json.loads(path.read_text(encoding="utf-8-sig"))
         settings = Model.model_validate(table["model"])
         if table["family"] not in FAMILIES:
             raise ValueError(f"unknown family `{table['family']}`")

@@ -15,6 +15,7 @@ from triax.checkpoint.cut import cut_settings, origin
 from triax.checkpoint.forms import Form, Part, fits, is_released_as, parts
 from triax.checkpoint.header import SIZES
 from triax.checkpoint.names import TensorSpec, inventory, own_inventory
+from triax.checkpoint.published import carry
 from triax.checkpoint.quantization import announce, announced
 from triax.errors import CheckpointError
 
@@ -202,12 +203,15 @@ def _config(
         return OWN, {"format": 1, "family": ledger.published.family, "model": tree}
     if ledger.layout == "released" and layers is None:
         return "config.json", _read_json(ledger.folder / "config.json")
-    ids = None
-    if ledger.layout == "released":
-        theirs = _read_json(ledger.folder / "config.json")
-        text = theirs.get("text_config", theirs)
-        ids = {name: theirs.get(name, text.get(name)) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return "config.json", compose(type(ledger.settings).model_validate(tree), ledger.published.family, token_ids=ids)
+    settings = type(ledger.settings).model_validate(tree)
+    if ledger.layout != "released":
+        return "config.json", compose(settings, ledger.published.family)
+    theirs = _read_json(ledger.folder / "config.json")
+    text = theirs.get("text_config", theirs)
+    ids = {name: theirs.get(name, text.get(name)) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = compose(settings, ledger.published.family, token_ids=ids)
+    carry(config, theirs)
+    return "config.json", config
 
 
 def _goes_along(path: Path) -> bool:
@@ -217,7 +221,7 @@ def _goes_along(path: Path) -> bool:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
+    return json.loads(path.read_text(encoding="utf-8-sig"))
 
 
 def _fingerprint(ledger: Account, to: Target, layers: range | None, shard_bytes: int) -> str:

@@ -24,7 +24,7 @@ def read_preprocessor(folder: Path) -> Videos:
     """
     path = Path(folder) / FILE
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: not found; a model that sees is released with one; copy it there") from None
     except (OSError, ValueError) as problem:

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from triax.checkpoint.keys import Keys
 from triax.checkpoint.published_vision import SLOT, parse_vision
+from triax.checkpoint.transformers_keys import DEFAULT_ONLY, NOT_READ, SAMPLING
 from triax.config.model import BlockResiduals, BoundedGate, Kda, Mla, Model, Moe, MultiToken, Situ, Swiglu
 from triax.config.vision import Vision
 from triax.errors import ConfigError
@@ -22,18 +23,14 @@ LAYER_KINDS = ("linear_attention", "full_attention")
 # Keys that say nothing about the text model's tensors or arithmetic.
 _SILENT = frozenset(
     """
-    model_type architectures auto_map torch_dtype dtype transformers_version use_cache bos_token_id eos_token_id
-    pad_token_id unk_token_id head_dim qk_head_dim pretraining_tp output_router_logits output_attentions
-    output_hidden_states return_dict ep_size seq_aux aux_loss_alpha attention_dropout use_grouped_topk
-    _name_or_path id2label label2id chunk_size_feed_forward is_encoder_decoder problem_type
+    head_dim qk_head_dim pretraining_tp output_router_logits ep_size seq_aux aux_loss_alpha use_grouped_topk
     """.split()  # noqa: SIM905
 )
 _SILENT_NOPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})  # no NoPE model reads them
 _SILENT_MEDIA = frozenset(
     """
     ignore_index image_placeholder video_placeholder use_unified_vision_chunk
-    image_token_id video_token_id vision_start_token_id vision_end_token_id projection_hidden_size
-    projection_layer_norm_eps
+    video_token_id vision_start_token_id vision_end_token_id
     """.split()  # noqa: SIM905
 )
 
@@ -55,7 +52,7 @@ def read_config(folder: Path) -> Published:
     """Read `config.json` of a folder of released weights."""
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
     except (FileNotFoundError, NotADirectoryError):
         raise _without_config(folder) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as problem:
@@ -99,16 +96,19 @@ def parse(config: Mapping[str, Any], where: str = "config.json") -> Published:
             f"{where}: model_type is not supported; found `{family}`; choose one of {', '.join(FAMILIES)}"
         )
     notes: list[str] = []
-    text, tower, slot, place = config, {}, SLOT, where
+    text, tower, slot, whole, projector_eps = config, {}, SLOT, where, None
     if "text_config" in config:
         outer = Keys(config, where)
         text = outer.take("text_config", dict)
         tower = outer.take("vision_config", dict, {})
-        slot = outer.take("media_placeholder_token_id", int, SLOT)
+        slot = outer.take("media_placeholder_token_id", int, outer.take("image_token_id", int, SLOT))
+        outer.expect("image_token_id", slot)
         outer.expect("tie_word_embeddings", False)
+        projector_eps = outer.take("projection_layer_norm_eps", float, None)
+        outer.take("projection_hidden_size", int, None)
         _note_quantization(outer, notes)
-        outer.finish(_SILENT | _SILENT_MEDIA)
-        place, where = where, f"{where}: text_config"
+        notes += outer.finish_config(_SILENT_MEDIA)
+        where = f"{where}: text_config"
     elif family in ("kimi_k3", "kimi_k25"):
         raise ConfigError(f"{where}: `text_config` is missing; a {family} config holds the text model there; add it")
     keys = Keys(text, where)
@@ -120,9 +120,28 @@ def parse(config: Mapping[str, Any], where: str = "config.json") -> Published:
         first = problem.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the whole"
         raise ConfigError(f"{where}: {place}: {first['msg']}; found `{first['input']}`; correct it") from None
-    keys.finish(_SILENT | (_SILENT_NOPE if hybrid else frozenset()))
-    vision = parse_vision(Keys(tower, f"{place}: vision_config"), settings.width, slot) if tower else None
+    notes += keys.finish_config(_SILENT | (_SILENT_NOPE if hybrid else frozenset()))
+    vision = None
+    if tower:
+        described = Keys(tower, f"{whole}: vision_config")
+        vision = parse_vision(described, settings.width, slot, projector_eps=projector_eps)
     return Published(family, settings, tuple(notes), vision)
+
+
+def carry(config: dict[str, Any], source: Mapping[str, Any]) -> None:
+    """Take over from a published config what a newly written one does not say and no setting of ours holds.
+
+    Args:
+        config: The new config; changed in place.
+        source: The published one, as it was read.
+    """
+    kept = _SILENT | _SILENT_MEDIA | NOT_READ | SAMPLING.keys() | DEFAULT_ONLY.keys()
+    for name, value in source.items():
+        if name not in config and name in kept:
+            config[name] = value
+    for name in ("text_config", "vision_config"):
+        if name in config and name in source:
+            carry(config[name], source[name])
 
 
 def family_of(settings: Model) -> Family:
@@ -161,6 +180,7 @@ def _check_heads(keys: Keys, num_heads: int) -> None:
     keys.expect("num_key_value_heads", num_heads)
     keys.expect("tie_word_embeddings", False)
     keys.expect("attention_bias", False)
+    keys.expect("attention_dropout", 0.0)
     keys.expect("moe_layer_freq", 1)
     keys.expect("topk_method", "noaux_tc")
 

@@ -9,7 +9,18 @@ from triax.config.vision import Vision
 from triax.errors import ConfigError
 
 SLOT = 163605  # `<|media_pad|>`
-_SILENT = frozenset({"model_type", "architectures", "dtype", "torch_dtype", "transformers_version"})
+# How transformers 5.x spells the keys of K2.5's tower, beside or instead of the released ones.
+_ALIASES = {
+    "vt_hidden_size": "hidden_size",
+    "vt_num_hidden_layers": "num_hidden_layers",
+    "vt_num_attention_heads": "num_attention_heads",
+    "vt_intermediate_size": "intermediate_size",
+    "activation_func": "hidden_act",
+    "init_pos_emb_height": "pos_emb_height",
+    "init_pos_emb_width": "pos_emb_width",
+    "init_pos_emb_time": "pos_emb_time",
+}
+_TYPE_OF_K25 = "kimi_k25_vision"  # transformers' own class, which knows one projector and names none
 # What K2.5's shipped code does and its file does not say, beside K3's defaults of the settings.
 _K25 = {"norm": "layer", "norm_eps": 1e-5, "bias": True, "resize": "bicubic", "projector": "norm_before"}
 _EXPECTED = {
@@ -19,27 +30,32 @@ _EXPECTED = {
     "activation_func": "gelu_pytorch_tanh",
     "projector_hidden_act": "gelu",
     "video_attn_type": "spatial_temporal",
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "axial"},
 }
 _PROJECTORS = {"patchmergerv2": "norm_after", "patchmerger": "norm_before"}
 _NORMS = {"rmsnorm": "rms", "layernorm": "layer"}
 
 
-def parse_vision(keys: Keys, width: int, slot_token: int) -> Vision:
+def parse_vision(keys: Keys, width: int, slot_token: int, *, projector_eps: float | None = None) -> Vision:
     """Turn a published `vision_config` into settings.
 
     Args:
         keys: The table.
         width: Channels of the decoder, which the file repeats.
         slot_token: Token whose embeddings the features replace.
+        projector_eps: Of the projector's norm, where the file tells it outside of the table.
 
     Raises:
         ConfigError: A key is unknown, missing or of another type, or asks for what cannot be built.
 
-    Source: the released configs of Kimi-K3 and Kimi-K2.5.
+    Source: the released configs of Kimi-K3 and Kimi-K2.5, and the latter as transformers 5.24 writes it.
     """
+    for name, other in _ALIASES.items():
+        keys.alias(name, other)
     for name, value in _EXPECTED.items():
         keys.expect(name, value)
-    kind = keys.take("mm_projector_type", str)
+    native = ("patchmerger",) if keys.table.get("model_type") == _TYPE_OF_K25 else ()
+    kind = keys.take("mm_projector_type", str, *native)
     if kind not in _PROJECTORS:
         raise ConfigError(
             f"{keys.where}: `mm_projector_type` is not supported; found `{kind}`; "
@@ -79,10 +95,10 @@ def parse_vision(keys: Keys, width: int, slot_token: int) -> Vision:
         "table_rows": keys.take("init_pos_emb_height", int, 64),
         "table_columns": keys.take("init_pos_emb_width", int, 64),
         "max_frames": keys.take("init_pos_emb_time", int, 4),
-        "projector_eps": keys.take("projector_ln_eps", float, 1e-5),
+        "projector_eps": keys.take("projector_ln_eps", float, 1e-5 if projector_eps is None else projector_eps),
         "slot_token": slot_token,
     }
-    keys.finish(_SILENT)
+    keys.finish_config(frozenset({"tie_word_embeddings"}))  # a tower has no head, yet 4.x writes its default
     try:
         return Vision.model_validate(tree)
     except ValidationError as problem:

@@ -85,7 +85,7 @@ def _index(folder: Path) -> tuple[dict[str, str], int | None]:
     if not path.is_file():
         return {}, None
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        table = json.loads(path.read_text(encoding="utf-8-sig"))
         listed, told = table["weight_map"], table.get("metadata", {}).get("total_size")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise CheckpointError(f"{path}: is not an index of weights; {problem!r}; copy it again") from None

@@ -1,6 +1,7 @@
 """Whether a folder of weights is whole: names, shapes and sizes, and, unless told otherwise, every number."""
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,9 @@ from triax.errors import CheckpointError
 from triax.model.count import weights
 
 SUMS = "SHA256SUMS"
+# The two forms that `sha256sum` writes and reads, the second with `--tag`.
+_GNU = re.compile(r"(?P<escaped>\\?)(?P<sum>[0-9a-fA-F]{64}) [ *](?P<name>.+?)\s*")
+_BSD = re.compile(r"(?P<escaped>\\?)SHA256 ?\((?P<name>.+)\) ?= ?(?P<sum>[0-9a-fA-F]{64})\s*")
 READ_AT_ONCE = 2**25  # bytes
 
 Report = Callable[[int], None]
@@ -80,7 +84,7 @@ def verify(
 
     Numbers are looked at for what a damaged or half-filled file gives away: NaN, infinity, scales that are no numbers
     or all zero, padding that is not zero, matrices of nothing but zeros. A `SHA256SUMS` beside the weights is held
-    against every file that it names.
+    against every file that it names, and must name every file of weights.
 
     Args:
         folder: A folder in the released layout or in ours.
@@ -198,17 +202,37 @@ def faults(entry: Entry) -> Iterator[tuple[str, str]]:
 
 
 def _check_sums(ledger: Account) -> None:
+    """Hold the files against the folder's checksums, which must name every file of weights."""
     path = ledger.folder / SUMS
     if not path.is_file():
         return
-    for line in path.read_text(encoding="utf-8").splitlines():
-        expected, _, name = line.strip().partition(" ")
-        file = ledger.folder / name.lstrip(" *")
-        if not line.strip() or file.suffix != ".safetensors":
+    problems = ledger.problems
+    named: set[Path] = set()
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig", errors="replace").splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
             continue
+        found = _GNU.fullmatch(line) or _BSD.fullmatch(line)
+        if found is None:
+            problems[f"lines of {SUMS} that are no checksum of a file"].append(f"line {number}: {line[:80]}")
+            continue
+        file = ledger.folder / _unescaped(found)
+        named.add(file)
         if not file.is_file():
-            ledger.problems[f"files of {SUMS} are missing"].append(file.name)
+            if file.suffix == ".safetensors":  # the rest of a release may be left behind
+                problems[f"files of {SUMS} are missing"].append(file.name)
             continue
         with file.open("rb") as content:
-            if hashlib.file_digest(content, "sha256").hexdigest() != expected.lower():
-                ledger.problems["files with another SHA-256"].append(file.name)
+            if hashlib.file_digest(content, "sha256").hexdigest() != found["sum"].lower():
+                problems["files with another SHA-256"].append(file.name)
+    files = ledger.scan.files
+    unnamed = [file.name for file in files if file not in named]
+    if unnamed:
+        kind = f"files without a checksum ({SUMS} names {len(files) - len(unnamed)} of {len(files)} files)"
+        problems[kind] += unnamed
+
+
+def _unescaped(line: re.Match[str]) -> str:
+    """Return the name of a line, which escapes its odd characters when it begins with a backslash."""
+    if not line["escaped"]:
+        return line["name"]
+    return re.sub(r"\\([\\nr])", lambda found: {"n": "\n", "r": "\r"}.get(found[1], found[1]), line["name"])

@@ -26,7 +26,7 @@ def _rows_needed(folder: Path) -> tuple[Path, int]:
     path = folder / "tokenizer.json"
     try:
         if path.is_file():
-            tokenizer = json.loads(path.read_text(encoding="utf-8"))
+            tokenizer = json.loads(path.read_text(encoding="utf-8-sig"))
             ids = [*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer["added_tokens"])]
             return path, max(ids, default=-1) + 1
         path = folder / "tiktoken.model"
@@ -43,4 +43,4 @@ def _added(folder: Path) -> list[int]:
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return []
-    return [int(number) for number in json.loads(path.read_text(encoding="utf-8")).get("added_tokens_decoder", {})]
+    return [int(number) for number in json.loads(path.read_text(encoding="utf-8-sig")).get("added_tokens_decoder", {})]

@@ -119,7 +119,7 @@ def read(path: Path, above: tuple[Path, ...] = ()) -> list[tuple[str, Tree]]:
 
 def _parse(path: Path) -> Tree:
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = path.read_bytes().decode("utf-8-sig")
         if path.suffix != ".json":
             return tomllib.loads(text)
         written = json.loads(text)
@@ -252,5 +252,5 @@ def load_either(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Load
 
 def purpose(name_or_path: str | Path) -> str:
     """Return the comment that a recipe's file opens with."""
-    first = find_recipe(name_or_path).read_text().partition("\n")[0]
+    first = find_recipe(name_or_path).read_text(encoding="utf-8-sig").partition("\n")[0]
     return first.removeprefix("#").strip() if first.startswith("#") else ""

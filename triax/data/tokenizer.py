@@ -116,7 +116,7 @@ class Tokenizer:
             DataError: There is none, it is damaged, or it is not a byte-level BPE with a border.
         """
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as problem:
             raise DataError(f"{path}: no tokenizer can be read; {problem}; correct data.tokenizer.path") from None
         try:
