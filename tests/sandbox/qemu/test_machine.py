@@ -56,6 +56,53 @@ def test_a_command_over_its_limit_ends_with_all_it_started_and_nothing_else(in_l
     in_lab(test)
 
 
+def test_f04_commands_go_on_after_one_was_killed_in_copies_too(in_lab, said):
+    async def test(lab):
+        machine = await lab.create()
+        for round in range(3):
+            result = await machine.exec(["sleep", "4701"], timeout_s=0.2)
+            assert (result.outcome, result.signal) == ("timeout", 9)
+            assert [await said(machine, f"echo {word}") for word in "abc"] == ["a", "b", "c"], round
+        process = await machine.start(["sleep", "4702"])
+        await process.kill()
+        assert (await process.wait()).signal == 9
+        assert await said(machine, "echo after") == "after"
+        own = "$(sed -n s/^0:://p /proc/self/cgroup)"
+        result = await machine.exec(f"echo 1 > /sys/fs/cgroup{own}/cgroup.kill; sleep 4703")
+        assert result.signal == 9
+        assert await said(machine, "echo after") == "after"
+        (copy,) = await lab.fork(machine, "copy")
+        assert await said(copy, "echo copy") == "copy"
+        # a group that was killed is taken away, not piled up
+        held = [await said(machine, "ls -d /sys/fs/cgroup/work/*/ | wc -l")]
+        for _ in range(3):
+            await machine.exec(["sleep", "4704"], timeout_s=0.05)
+        held.append(await said(machine, "ls -d /sys/fs/cgroup/work/*/ | wc -l"))
+        assert held[0] == held[1]
+        assert "/work/" in await said(machine, "cat /proc/self/cgroup")
+
+    in_lab(test)
+
+
+def test_f04_a_kernel_whose_commands_die_after_a_kill_is_refused_with_its_name(in_lab, monkeypatch):
+    """The template is looked at before any sandbox is made from it; the fault is brought about in the guest itself."""
+    boot = QemuBackend.boot
+
+    async def faulty(self, *args):
+        machine = await boot(self, *args)
+        command = "while :; do for f in /sys/fs/cgroup/work/*/cgroup.kill; do echo 1 > $f; done; done"
+        await machine.exec(f"echo $$ > /sys/fs/cgroup/cgroup.procs; ({command}) >/dev/null 2>&1 &")
+        return machine
+
+    monkeypatch.setattr(QemuBackend, "boot", faulty)
+
+    async def test(lab):
+        with pytest.raises(SandboxError, match=r"guest kernel \d.*after a command was killed"):
+            await lab.create(resources=Resources(memory_mib=97))
+
+    in_lab(test)
+
+
 def test_a_background_process_does_not_hold_its_command_up(in_lab, content, until):
     async def test(lab):
         machine = await lab.create()

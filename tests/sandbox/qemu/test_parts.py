@@ -19,7 +19,7 @@ from triax.sandbox.backend.qemu import disk
 from triax.sandbox.backend.qemu.memory import PAGE, Pages, Region, capture, changed, region, runs
 from triax.sandbox.guest.build import archive, unsigned
 from triax.sandbox.guest.channel import Channel
-from triax.sandbox.guest.kernel import unpacked
+from triax.sandbox.guest.kernel import kernel, unpacked
 from triax.sandbox.guest.wire import HEAD, Kind, frame, number
 
 
@@ -208,3 +208,9 @@ def test_joined_layers_are_the_same_disk_zeros_over_data_among_it(tmp_path):
     assert raws[0].read_bytes() == raws[1].read_bytes()
     assert raws[0].read_bytes()[1024 * 1024] == 0
     assert raws[0].read_bytes()[3 * 2**20] == ord("b")
+
+
+def test_f04_the_newest_of_several_kernels_is_taken_by_its_numbers(tmp_path):
+    for version in ("6.1.0-9-cloud-amd64", "6.1.0-50-cloud-amd64", "6.1.0-5-cloud-amd64"):
+        (tmp_path / f"kernel-{version}").mkdir()
+    assert kernel(tmp_path).version == "6.1.0-50-cloud-amd64"

@@ -2,6 +2,7 @@
 
 import ctypes
 import lzma
+import re
 import shutil
 import struct
 import subprocess
@@ -43,12 +44,16 @@ def kernel(cache: Path, package: Path | None = None) -> Kernel:
     Raises:
         SandboxError: It cannot be fetched or is no kernel package.
     """
-    folders = sorted(cache.glob("kernel-*")) if package is None else []
+    folders = sorted(cache.glob("kernel-*"), key=lambda folder: _age(folder.name)) if package is None else []
     if not folders:
         folders = [_unpack(package or _fetch(cache), cache)]
     folder = folders[-1]
     modules = {name: folder / f"{name}.ko" for name in MODULES if (folder / f"{name}.ko").exists()}
     return Kernel(folder.name.removeprefix("kernel-"), folder / "vmlinux", modules)
+
+
+def _age(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 def _fetch(cache: Path) -> Path:
@@ -66,7 +71,7 @@ def _fetch(cache: Path) -> Path:
     done = subprocess.run(
         ["apt-get", "download", "-qq", name], cwd=folder, capture_output=True, text=True, check=False, timeout=600
     )
-    found = sorted(folder.glob(f"{name}_*.deb"))
+    found = sorted(folder.glob(f"{name}_*.deb"), key=lambda path: _age(path.name))
     if done.returncode or not found:
         raise SandboxError(
             f"guest kernel: `apt-get download {name}` failed; it said: {done.stderr.strip()[-500:]}; "

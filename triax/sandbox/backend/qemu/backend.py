@@ -34,6 +34,7 @@ FIRST_S = 20.0
 SETTLE_S = 5.0
 LOOK_S = 0.2
 CALM = 5
+PROBES, PROBE_S = 2, 0.1
 BUSY = 0.1  # of a processor; a guest that only keeps time uses less
 REAP_S = 10.0  # from SIGKILL to the end of a process
 FLAT_BYTES = 16 * 2**20  # more changed memory than this is joined with its base before several copies map it
@@ -289,7 +290,8 @@ class QemuBackend:
             try:
                 fit, _ = await self.ground.offers(Spec())
                 words = "a guest boots on KVM" if fit.accelerator == "kvm" else "no guest boots on KVM here; emulation"
-                found.append(Check("guest kernel and accelerator", True, f"{fit.accelerator}: {words}"))
+                words = f"{self.ground.kernel}, {fit.accelerator}: {words}"
+                found.append(Check("guest kernel and accelerator", True, words))
             except SandboxError as problem:
                 found.append(Check("guest kernel and accelerator", False, str(problem), "see what was found"))
         return found
@@ -325,7 +327,19 @@ class QemuBackend:
 
 
 async def _settle(machine: QemuMachine) -> None:
-    """Let a guest do what it does once, then wait until it does nothing: else each copy would begin with it."""
+    """Let a guest do what it does once, then wait until it does nothing: else each copy would begin with it.
+
+    Raises:
+        SandboxError: A command that was ended takes those after it along, as in kernels with a faulty `cgroup.kill`.
+    """
+    for _ in range(PROBES):
+        await machine.exec(["sleep", "60"], timeout_s=PROBE_S)
+        after = await machine.exec(["true"], timeout_s=FIRST_S)
+        if after.signal == signal.SIGKILL and after.outcome != "timeout":
+            raise SandboxError(
+                f"guest kernel {machine.backend.ground.kernel}: after a command was killed the next one dies too; "
+                "give `package` another kernel"
+            )
     for command in (["/bin/sh", "-c", "ls -lL /bin /usr/bin; exec true"], ["true"], ["sync"]):
         await machine.exec(command, timeout_s=FIRST_S)  # an image may hold programs that never end
     give_up = time.monotonic() + SETTLE_S

@@ -28,10 +28,14 @@ class Ground:
         cache: Where kernels and what is built are kept.
         package: A Debian package with the guest's kernel; none to fetch one.
         accelerator: `auto` uses KVM where a guest really boots on it, and emulation elsewhere.
+
+    Attributes:
+        kernel: Version of the guest's kernel, once it was looked for.
     """
 
     def __init__(self, cache: Path, package: Path | None, accelerator: Accelerator) -> None:
         self.cache = cache
+        self.kernel = "unknown"
         self._package = package
         self._accelerator = accelerator
         self._found: tuple[snapshot.Fit, Hardware] | None = None
@@ -54,6 +58,7 @@ class Ground:
         version = await _version()
         self.cache.mkdir(parents=True, exist_ok=True)
         ready = await asyncio.to_thread(kernel, self.cache, self._package)
+        self.kernel = ready.version
         archive = await asyncio.to_thread(initramfs, ready.modules, self.cache)
         rate = await asyncio.to_thread(clock_khz, self.cache)
         fit = snapshot.Fit(version, "tcg", MACHINE, PROCESSOR, rate, 0, 0, PROTOCOL)

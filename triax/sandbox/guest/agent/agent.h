@@ -45,6 +45,7 @@ struct cgroup {
     unsigned long kills; /* by the kernel for want of memory, as far as they were counted */
     bool taken;
     bool settled;        /* nothing has run here since they were counted */
+    bool killed;         /* it may have been told to kill, and is not used again */
 };
 
 struct stream {
@@ -97,7 +98,7 @@ void make_parents(const char *path);
 void prepare_groups(void);
 struct cgroup *take_group(void);
 unsigned long kills_of(struct cgroup *group); /* since the last time */
-void kill_group(const struct cgroup *group);
+void kill_group(struct cgroup *group);
 bool freeze_all(bool frozen);
 void set_process_limit(unsigned limit);
 

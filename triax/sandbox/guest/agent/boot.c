@@ -173,31 +173,51 @@ static int open_in(const struct cgroup *group, const char *file) {
     return open(path, O_RDONLY | O_CLOEXEC);
 }
 
-/* Making and removing control groups costs milliseconds, so an empty one is used again. */
-struct cgroup *take_group(void) {
-    for (size_t i = 0; i < group_count; i++) {
-        struct cgroup *group = &groups[i];
-        if (group->taken || (!childless && field(group->events, "populated"))) continue;
-        group->taken = true;
-        if (!group->settled) kills_of(group);
-        group->settled = false;
-        return group;
-    }
-    if (group_count == MOST_GROUPS) return NULL;
-    struct cgroup *group = &groups[group_count];
-    snprintf(group->path, sizeof group->path, WORK "/%zu", group_count);
-    if (mkdir(group->path, 0755)) return NULL;
+static bool make_group(struct cgroup *group) {
+    if (mkdir(group->path, 0755)) return false;
     group->folder = open(group->path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     group->events = open_in(group, "cgroup.events");
     group->memory = open_in(group, "memory.events");
-    group_count++;
+    group->kills = 0;
+    group->killed = false;
+    group->settled = true;
+    return true;
+}
+
+static bool replace_group(struct cgroup *group) {
+    if (rmdir(group->path)) return false; /* a command made groups of its own below */
+    close(group->folder);
+    close(group->events);
+    close(group->memory);
+    group->taken = !make_group(group); /* a place without a group is nobody's */
+    return !group->taken;
+}
+
+/* Making and removing control groups costs milliseconds, so an empty one is used again, but never one that was told to
+   kill: in some kernels, Debian's 6.1.0-50 for one, such a group kills whatever starts in it from then on. */
+struct cgroup *take_group(void) {
+    struct cgroup *group = NULL;
+    for (size_t i = 0; !group && i < group_count; i++) {
+        if (groups[i].taken || (!childless && field(groups[i].events, "populated"))) continue;
+        if (!groups[i].killed || replace_group(&groups[i])) group = &groups[i];
+    }
+    if (!group) {
+        if (group_count == MOST_GROUPS) return NULL;
+        group = &groups[group_count];
+        snprintf(group->path, sizeof group->path, WORK "/%zu", group_count);
+        if (!make_group(group)) return NULL;
+        group_count++;
+    }
     group->taken = true;
+    if (!group->settled) kills_of(group);
+    group->settled = false;
     return group;
 }
 
-void kill_group(const struct cgroup *group) {
+void kill_group(struct cgroup *group) {
     char path[96];
     snprintf(path, sizeof path, "%s/cgroup.kill", group->path);
+    group->killed = true;
     write_file(path, "1");
 }
 

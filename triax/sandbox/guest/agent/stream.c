@@ -188,6 +188,8 @@ static void tell_exit(struct stream *stream) {
     quiet = quiet || stream->after_exit > AFTER_EXIT;
     if (!quiet && !stream->detached) return;
     unsigned long kills = stream->group ? kills_of(stream->group) : 0;
+    /* whoever sent it, it may have come by way of the whole group */
+    if (stream->group && WIFSIGNALED(stream->status) && WTERMSIG(stream->status) == SIGKILL) stream->group->killed = true;
     uint32_t body[3] = {
         WIFEXITED(stream->status) ? WEXITSTATUS(stream->status) : 0,
         WIFSIGNALED(stream->status) ? WTERMSIG(stream->status) : 0,
