@@ -297,3 +297,30 @@ def test_a_sandbox_on_its_way_out_is_gone_for_its_clients(serve, tmp_path):
         assert web.get(f"{server.url}/v2/sandboxes").json() == []
         sandbox.record.status = "running"
         assert web.get(at).status_code == 200
+
+
+def test_f35_a_foreign_name_is_refused_on_every_plane_and_named_ones_are_not(server, made):
+    for headers in ({}, {**aimed(made)}, {"X-API-Key": "any"}):
+        for name in ("evil.example", "127.0.0.1.evil.example", f"49983-{made['sandboxID']}.evil.example"):
+            for path in ("/health", "/sandboxes", "/files?path=x", "/metrics"):
+                answer = web.get(server.url + path, headers={**headers, "Host": name})
+                assert answer.status_code == 403, (path, name)
+                assert "allowed_hosts" in answer.json()["message"]
+    for name in ("localhost", "127.0.0.1:1", "[::1]", f"49983-{made['sandboxID']}.localhost"):
+        assert web.get(f"{server.url}/health", headers={"Host": name}).status_code == 204, name
+
+
+def test_f35_names_below_the_domain_and_allowed_ones_are_answered(serve, tmp_path):
+    settings = Server(
+        folder=tmp_path / "state", port=0, backend="process", unsafe=True, domain="box.test", allowed_hosts=["a.test"]
+    )
+    with serve(settings, ProcessBackend(tmp_path / "machines", unsafe=True)) as running:
+        told = web.post(f"{running.url}/sandboxes", json={"templateID": "base"}).json()
+        for name, status in {
+            "box.test": 204,
+            f"49983-{told['sandboxID']}.box.test": 204,
+            "a.test:80": 204,
+            "b.test": 403,
+        }.items():
+            assert web.get(f"{running.url}/health", headers={"Host": name}).status_code == status, name
+        web.delete(f"{running.url}/sandboxes/{told['sandboxID']}")

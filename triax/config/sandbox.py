@@ -8,12 +8,11 @@ from typing import Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from triax.config.explain import explain
+from triax.config.hosts import is_loopback
 from triax.config.load import COMMAND_LINE, gather, load
 from triax.config.schema import complete
 from triax.config.settings import Settings
 from triax.errors import ConfigError
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class Template(Settings):
@@ -73,6 +72,10 @@ class Server(Settings):
     """Private key of the certificate."""
     domain: str | None = None
     """Name below which `PORT-ID.` addresses sandboxes, where a name server sends those here."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which clients reach the server, such as `*.example.org`, besides `localhost`, plain addresses and names
+    below `domain`. Without any, a server on a loopback address refuses other names, and one that others can reach takes
+    every name."""
     templates: dict[str, Template] = Field(default_factory=lambda: {"base": Template()})
     """Kinds of sandbox by name; clients that name none ask for `base`."""
     images: tuple[Path, ...] = ()
@@ -90,7 +93,7 @@ class Server(Settings):
 
     @model_validator(mode="after")
     def _is_guarded(self) -> "Server":
-        if self.host not in LOOPBACK and self.keys is None:
+        if not is_loopback(self.host) and self.keys is None:
             raise ValueError(
                 f"host `{self.host}` can be reached from other machines; name a file of keys, or listen on 127.0.0.1"
             )

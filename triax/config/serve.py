@@ -135,6 +135,9 @@ class Http(Settings):
     """Requests that may wait for the engine; more get status 429."""
     max_body_bytes: PositiveInt = 32 << 20
     """Largest body of a request."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which clients reach the server, such as `*.example.org`, besides `localhost` and plain addresses.
+    Without any, a server on a loopback address refuses other names, and one that others can reach takes every name."""
     cors_origins: tuple[str, ...] = ()
     """Origins of pages that may call the server from a browser."""
     has_fixed_sampling: bool = False

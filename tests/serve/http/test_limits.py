@@ -54,6 +54,20 @@ def test_admin_endpoints_are_closed_without_a_key(server):
     assert (response.status_code, response.json()["error"]["code"]) == (403, "admin_closed")
 
 
+def test_f35_a_page_elsewhere_whose_name_resolves_to_this_machine_is_refused(server):
+    for path in ("/health", "/v1/models", "/", "/metrics"):
+        refused = server.get(path, headers={"host": "evil.example:8000"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "host_not_allowed"), path
+        assert "http.allowed_hosts" in refused.json()["error"]["message"]
+        assert server.get(path, headers={"host": "localhost:1"}).status_code == 200
+
+
+def test_f35_named_hosts_are_answered(start):
+    server = start('http.allowed_hosts=["*.example.org"]')
+    assert server.get("/health", headers={"host": "box.example.org"}).status_code == 200
+    assert server.get("/health", headers={"host": "example.net"}).status_code == 403
+
+
 def test_more_than_the_queue_are_told_to_come_again(start, ask):
     server = start("http.max_queue=2", facts={"max_running": 1})
     slow = server.script("slow", ask.said("word " * 3000), hold_at=3)

@@ -14,10 +14,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import triax
+from triax.config.hosts import is_allowed, is_loopback
 from triax.errors import SandboxError
 from triax.sandbox.server import control, metrics, wire
 from triax.sandbox.server.access import ENVD_PORT, aim
-from triax.sandbox.server.connect import Fault
+from triax.sandbox.server.connect import STATUS, Fault
 from triax.sandbox.server.guest import Guest
 from triax.sandbox.server.plane import Plane
 from triax.sandbox.server.schema import LARGEST_BODY_BYTES
@@ -53,6 +54,7 @@ class Server:
         headers = Headers(scope=scope)
         aimed = aim(headers)
         try:
+            self._check_host(headers)
             if aimed is None and scope["type"] == "http" and scope["path"] == "/files":
                 aimed = self._signed(scope)
             if aimed is not None:
@@ -63,7 +65,20 @@ class Server:
             else:
                 await send({"type": "websocket.close", "code": 1003})
         except Fault as fault:
-            await wire.problem(401, fault.message)(scope, receive, send)
+            if scope["type"] != "http":
+                await send({"type": "websocket.close", "code": 1008, "reason": fault.message[:120]})
+            else:
+                await wire.problem(STATUS[fault.code], fault.message)(scope, receive, send)
+
+    def _check_host(self, headers: Headers) -> None:
+        """Refuse a page elsewhere whose name resolves to this machine; its browser tells that name."""
+        settings, name = self.plane.settings, headers.get("host", "localhost")
+        known = settings.allowed_hosts
+        if settings.domain is not None and (known or is_loopback(settings.host)):
+            known += (settings.domain, f"*.{settings.domain}")
+        if not is_allowed(name, settings.host, known):
+            words = f"host: this server does not answer to `{name[:200]}`; ask `localhost`, or name it in allowed_hosts"
+            raise Fault("permission_denied", words)
 
     def _signed(self, scope: Scope) -> tuple[str, int] | None:
         query = QueryParams(scope["query_string"])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from triax.config.hosts import is_allowed
 from triax.config.serve import Http
 from triax.serve.http.fault import Fault
 
@@ -81,6 +82,7 @@ class Gate:
             await fault.response()(scope, receive, send_in_time)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        self._check_host(headers)
         path: str = scope["path"]
         if path not in OPEN and scope["method"] != "OPTIONS":
             key = _bearer(headers)
@@ -92,6 +94,17 @@ class Gate:
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.settings.max_body_bytes:
             raise _too_large(int(length), self.settings.max_body_bytes)
+
+    def _check_host(self, headers: dict[bytes, bytes]) -> None:
+        """Refuse a page elsewhere whose name resolves to this machine; its browser tells that name."""
+        name = headers.get(b"host", b"localhost").decode("latin-1")
+        if not is_allowed(name, self.settings.host, self.settings.allowed_hosts):
+            raise Fault(
+                403,
+                f"host: this server does not answer to `{name[:200]}`; ask `localhost`, or name it in "
+                "http.allowed_hosts",
+                code="host_not_allowed",
+            )
 
     def _check_key(self, key: str) -> None:
         if self.settings.api_keys and not _is_one_of(key, self.settings.api_keys):
