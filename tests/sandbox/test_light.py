@@ -247,3 +247,47 @@ def test_the_process_backend_is_never_used_by_chance(tmp_path):
     with pytest.raises(SandboxError, match="without any isolation") as caught:
         make("process", tmp_path)
     assert caught.value.kind == "refused"
+
+
+def test_f31_relative_folders_begin_at_the_home_for_commands_and_files_alike(light, hosting, started, tmp_path):
+    async def run():
+        async with hosting(light, tmp_path) as host:
+            sandbox = await started(host)
+            home = (await sandbox.exec('cd; pwd; printf %s "$HOME" >&2')).stdout.decode().strip()
+            assert home != "/"
+            await sandbox.write("deep/er/note", b"here\n")
+            for cwd, where in {
+                ".": home,
+                "~": home,
+                "~/": home,
+                "deep": f"{home}/deep",
+                "~/deep/er": f"{home}/deep/er",
+            }.items():
+                told = await sandbox.exec('cd "$(pwd -P)"; pwd', cwd=cwd)
+                assert told.stdout.decode().strip() == where, cwd
+            assert (await sandbox.exec("cat deep/er/note")).stdout == b"here\n"
+            assert (await sandbox.exec("cat note", cwd="deep/er")).stdout == b"here\n"
+            process = await sandbox.start("cat note > ../copy", cwd="deep/er")
+            await process.wait()
+            assert await sandbox.read("deep/copy") == b"here\n"
+            with pytest.raises(SandboxError, match="make") as caught:
+                await sandbox.exec("true", cwd="nowhere/at/all")
+            assert caught.value.status == 404
+
+    asyncio.run(run())
+
+
+def test_f31_a_sandbox_with_a_folder_of_its_own_begins_there(kernel, hosting, started, tmp_path):
+    async def run():
+        async with hosting(kernel, tmp_path) as host:
+            sandbox = await started(host, cwd="/tmp")
+            home = (await sandbox.exec('printf %s "$HOME"')).stdout.decode()
+            await sandbox.write("in/note", b"here")
+            for cwd, where in {None: "/tmp", ".": "/tmp/.", "in": "/tmp/in", "~": home, "/": "/"}.items():
+                told = (await sandbox.exec("pwd", cwd=cwd)).stdout.decode().strip()
+                assert os.path.normpath(told) == os.path.normpath(where), cwd
+            assert (await sandbox.exec("cat in/note")).stdout == b"here"
+            at_home = await started(host, cwd="~")
+            assert (await at_home.exec("pwd")).stdout.decode().strip() == home
+
+    asyncio.run(run())

@@ -1,6 +1,7 @@
 """What may be run: commands, variables and paths, checked before any sandbox sees them."""
 
 import os
+import posixpath
 from collections.abc import Mapping, Sequence
 
 from triax.errors import SandboxError
@@ -55,6 +56,26 @@ def sane_path(path: str) -> str:
     if len(os.fsencode(path)) > PATH_LIMIT:
         raise SandboxError(f"path: has {len(os.fsencode(path))} bytes; Linux takes at most {PATH_LIMIT}", "refused")
     return path
+
+
+def start_folder(cwd: str | None, own: str | None, home: str) -> str:
+    """Return where a command starts: a relative folder begins where the sandbox's commands do, `~` is the home.
+
+    Args:
+        cwd: What is asked for this command.
+        own: Where the sandbox's commands start; none for the home.
+        home: Home of the user who runs it; empty for a path that is relative to that home.
+    """
+    above = _below(home, own or "~")
+    if not cwd:
+        return above
+    return _below(home if cwd == "~" or cwd.startswith("~/") else above, cwd)
+
+
+def _below(folder: str, path: str) -> str:
+    if path == "~" or path.startswith("~/"):
+        path = path[2:].lstrip("/")
+    return posixpath.join(folder, path) if path else folder
 
 
 def positive(name: str, value: float | int | None) -> None:

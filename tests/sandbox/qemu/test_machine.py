@@ -258,6 +258,37 @@ def test_commands_run_as_another_user_with_its_home(in_lab, said):
     in_lab(test)
 
 
+def test_f31_relative_folders_begin_at_the_home_for_commands_and_files_alike(in_lab, said):
+    async def test(lab):
+        machine = await lab.create()
+        accounts = "odd:x:1001:1001::/srv/odd:/bin/sh\n"
+        await said(
+            machine, f"mkdir -p /srv/odd/in; chown 1001 /srv/odd /srv/odd/in; printf '{accounts}' >> /etc/passwd"
+        )
+        for user, home in {"root": "/root", "user": "/home/user", "odd": "/srv/odd", "1001": "/srv/odd"}.items():
+            machine.spec, machine._home = Spec(user=user), None
+            for cwd in (None, ".", "~"):
+                assert await said(machine, "pwd -P", cwd=cwd) == home, (user, cwd)
+            await machine.write("deep/note", user.encode())
+            assert await said(machine, "cat note; cat ../deep/note", cwd="deep") == user * 2
+            assert await said(machine, "cat note", cwd="~/deep") == user
+            assert (await machine.stat("deep")).path == f"{home}/deep"
+        machine.spec, machine._home = Spec(user="user", cwd="/tmp"), None
+        await machine.write("deep/note", b"own")
+        assert await said(machine, "cat deep/note") == "own"
+        assert await said(machine, "pwd", cwd="~/deep") == "/home/user/deep"
+        with pytest.raises(SandboxError, match="make it first") as caught:
+            await machine.exec("true", cwd="nowhere")
+        assert caught.value.status == 404
+        # a home that is not there leaves the root
+        await said(machine, "rm -r /srv/odd", user="root", cwd="/")
+        assert await said(machine, "pwd", user="odd", cwd="/") == "/"
+        machine.spec = Spec()
+        assert await said(machine, "pwd", user="odd") == "/"
+
+    in_lab(test)
+
+
 def test_commands_leave_nothing_of_theirs_to_the_next(in_lab):
     async def test(lab):
         machine = await lab.create()

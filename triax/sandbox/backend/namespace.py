@@ -22,7 +22,7 @@ from triax.sandbox.backend.owned import end_below
 from triax.sandbox.backend.process import ended_meanwhile
 from triax.sandbox.backend.streams import Ends
 from triax.sandbox.backend.tree import Tree
-from triax.sandbox.command import variables, words
+from triax.sandbox.command import start_folder, variables, words
 from triax.sandbox.protocol import OUTPUT_LIMIT, Capabilities, Check, Machine, Outcome, Result, Spec, Usage
 
 FIRST_OWNER = 2_000_000  # users of the host that nobody else has; each sandbox and its copies have one
@@ -174,7 +174,7 @@ class NamespaceMachine(ReachedFiles):
     @property
     def tree(self) -> Tree:
         """Its files, as the host reaches them."""
-        return Tree(f"/proc/{self._pid}/root", home=self.spec.cwd or HOME, owner=self.owner)
+        return Tree(f"/proc/{self._pid}/root", home=start_folder(None, self.spec.cwd, HOME), owner=self.owner)
 
     async def exec(
         self,
@@ -223,7 +223,7 @@ class NamespaceMachine(ReachedFiles):
             raise SandboxError(f"user {user!r}: a namespace sandbox has one, `{USER}`; leave it out", "refused")
         parts = words(argv)
         whole = variables_of(self.spec, self.id, self.generation) | variables(env)
-        folder = cwd or self.spec.cwd or HOME
+        folder = start_folder(cwd, self.spec.cwd, HOME)
         ends = Ends(terminal)
         command = await self._init.run(parts, whole, folder, ends)
 

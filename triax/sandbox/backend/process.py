@@ -14,7 +14,7 @@ from triax.sandbox.backend.files import ReachedFiles
 from triax.sandbox.backend.owned import COMMAND, LABEL, labelled, signal_all
 from triax.sandbox.backend.streams import Ends
 from triax.sandbox.backend.tree import Tree
-from triax.sandbox.command import variables, words
+from triax.sandbox.command import start_folder, variables, words
 from triax.sandbox.protocol import OUTPUT_LIMIT, Capabilities, Check, Machine, Result, Spec, Usage
 
 
@@ -86,7 +86,7 @@ class ProcessMachine(ReachedFiles):
         self.generation = generation
         self.files = backend.root / id / "files"
         self.label = f"{backend.root}/{id}"
-        self.tree = Tree("/", home=str(self.files))
+        self.tree = Tree("/", home=start_folder(None, spec.cwd, str(self.files)))
         self._numbers = itertools.count()
         self._children: set[Child] = set()
         self._ended = False
@@ -133,7 +133,7 @@ class ProcessMachine(ReachedFiles):
             raise SandboxError(f"user {user!r}: the process backend runs all as the caller; leave it out", "refused")
         parts = words(argv)
         number = f"{self.label}/{next(self._numbers)}"
-        inside = os.path.join(self.files, cwd or self.spec.cwd or "")
+        inside = start_folder(cwd, self.spec.cwd, str(self.files))
         if not os.path.isdir(inside):
             raise SandboxError(f"cwd {cwd!r}: there is no such folder; make it first", "refused", status=404)
         own = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(self.files), "LANG": "C.UTF-8", "TERM": "xterm"}

@@ -119,6 +119,15 @@ def refusal(problem: AgentRefusal, program: str, cwd: str | None, user: str | No
     return SandboxError(f"exec: the guest could not start it, {problem.step}: {words}")
 
 
+def home_of(account: str, users: bytes) -> str:
+    """Return the home of a user, by name or number, as a guest's file of users tells it; `/` for one without."""
+    for line in users.split(b"\n"):
+        fields = line.split(b":")
+        if len(fields) == 7 and os.fsencode(account) in (fields[0], fields[2]):
+            return os.fsdecode(fields[5]) or "/"
+    return "/root" if account in ("root", "0") else "/"
+
+
 async def finish(stream: Stream, stdin: bytes, timeout_s: float | None, limit: int) -> Result:
     """Feed a process, keep what it writes up to a limit, and wait for its end; one over its time is ended, it alone."""
     begun = time.monotonic()

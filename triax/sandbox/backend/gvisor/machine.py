@@ -24,7 +24,7 @@ from triax.sandbox.backend.owned import COMMAND
 from triax.sandbox.backend.process import ended_meanwhile
 from triax.sandbox.backend.streams import Ends
 from triax.sandbox.backend.tree import Tree
-from triax.sandbox.command import variables, words
+from triax.sandbox.command import start_folder, variables, words
 from triax.sandbox.protocol import OUTPUT_LIMIT, Machine, Result, Spec, Usage
 
 if TYPE_CHECKING:
@@ -117,7 +117,8 @@ class GvisorMachine(ReachedFiles):
         """Its files, as the host reaches them."""
         assert self._holder is not None
         root = f"/proc/{self._holder.pid}/root/mnt" + ("/root" if self.spec.image else "")
-        return Tree(root, home=self.spec.cwd or HOME)
+        home = "/root" if USERS.get(self.spec.user or "root") == 0 else HOME
+        return Tree(root, home=start_folder(None, self.spec.cwd, home))
 
     async def exec(
         self,
@@ -162,12 +163,13 @@ class GvisorMachine(ReachedFiles):
             number = int(user or "0")
         if number is None:
             raise SandboxError(f"user {user!r}: found no such user; give a number, `root` or `user`", "refused")
-        folder = cwd or self.spec.cwd or ("/root" if number == 0 else "/home/user")
+        home = "/root" if number == 0 else HOME
+        folder = start_folder(cwd, self.spec.cwd, home)
         if not folder.startswith(("/proc", "/dev", "/sys", "/usr")):
             await asyncio.to_thread(self._enter, folder)
         own = {
             "PATH": FIRST_PATH,
-            "HOME": "/root" if number == 0 else "/home/user",
+            "HOME": home,
             "LANG": "C.UTF-8",
             "TERM": "xterm-256color",
         }

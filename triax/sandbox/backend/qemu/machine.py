@@ -20,9 +20,9 @@ from triax.sandbox.backend.qemu.entries import entries
 from triax.sandbox.backend.qemu.launch import Emulator
 from triax.sandbox.backend.qemu.parts import Parts
 from triax.sandbox.backend.tree import refusal as file_refusal
-from triax.sandbox.command import sane_path, variables, words
+from triax.sandbox.command import sane_path, start_folder, variables, words
 from triax.sandbox.guest.channel import AgentRefusal, Channel, Stream
-from triax.sandbox.guest.process import GuestProcess, finish, refusal
+from triax.sandbox.guest.process import GuestProcess, finish, home_of, refusal
 from triax.sandbox.guest.wire import OPERATION, TERMINAL, Kind, command, hello, number
 from triax.sandbox.protocol import OUTPUT_LIMIT, Entry, Result, Spec, Usage
 
@@ -68,6 +68,7 @@ class QemuMachine:
         self._answered = time.monotonic()
         self._paused = False
         self._ended = False
+        self._home: str | None = None
         self._exposed: dict[int, Exposed] = {}
         self._egress = Egress(spec.network) if spec.network.allow_internet or spec.network.allow_out else None
         emulator.channel.on_open = self._egress.serve if self._egress else None
@@ -183,13 +184,13 @@ class QemuMachine:
             own |= self._egress.variables()
         whole = own | variables(self.spec.env) | variables(env)
         flags = TERMINAL if terminal is not None else 0
-        folder = cwd or self.spec.cwd or ""
+        folder = start_folder(cwd, self.spec.cwd, "")  # the agent knows the home
         body = command(parts, whole, user=account, folder=folder, flags=flags, size=terminal or (0, 0))
         return self._channel().open_stream(Kind.RUN, body)
 
     async def _operation(self, path: str, *arguments: str, stdin: bytes = b"", to: str | None = None) -> bytes:
         """Run one file operation in the guest, as its superuser, and return what it wrote."""
-        inside = self._inside(path)
+        inside = await self._inside(path)
         body = command([arguments[0], inside, *arguments[1:]], {}, flags=OPERATION)
         stream = self._channel().open_stream(Kind.RUN, body)
         result = await finish(stream, stdin, None, 2**62)
@@ -205,15 +206,19 @@ class QemuMachine:
             raise file_refusal(OSError(code, os.strerror(code), path), path if to is None else f"{path} to {to}")
         return result.stdout
 
-    def _inside(self, path: str) -> str:
+    async def _inside(self, path: str) -> str:
         if sane_path(path).startswith("/"):
             return path
-        account = self.spec.user or ""
-        return f"{'/root' if account in ('', 'root', '0') else f'/home/{account}'}/{path}"
+        if self._home is None:
+            users = b""
+            with suppress(SandboxError):  # an image without a file of users still has its superuser
+                users = await self._operation("/etc/passwd", "read", "0", str(2**20))
+            self._home = home_of(self.spec.user or "root", users)
+        return f"{start_folder(None, self.spec.cwd, self._home)}/{path}"
 
-    def _whole(self, path: str) -> str:
+    async def _whole(self, path: str) -> str:
         """Return where a path leads, for what changes the folder above: the agent would empty a root it must keep."""
-        whole = posixpath.normpath("/" + self._inside(path).lstrip("/"))
+        whole = posixpath.normpath("/" + (await self._inside(path)).lstrip("/"))
         if whole == "/":
             raise SandboxError(f"file {path!r}: the root itself stays where it is", "refused")
         return whole
@@ -230,19 +235,21 @@ class QemuMachine:
 
     async def list(self, path: str) -> list[Entry]:
         """Return what a folder holds, by name."""
-        return sorted(entries(await self._operation(path, "list"), self._inside(path)), key=lambda entry: entry.path)
+        inside = await self._inside(path)
+        return sorted(entries(await self._operation(inside, "list"), inside), key=lambda entry: entry.path)
 
     async def stat(self, path: str) -> Entry:
         """Return one entry."""
-        return entries(await self._operation(path, "stat"), self._inside(path))[0]
+        inside = await self._inside(path)
+        return entries(await self._operation(inside, "stat"), inside)[0]
 
     async def remove(self, path: str) -> None:
         """Remove a file, or a folder with all it holds."""
-        await self._operation(self._whole(path), "remove")
+        await self._operation(await self._whole(path), "remove")
 
     async def rename(self, source: str, destination: str) -> None:
         """Move a file or folder."""
-        await self._operation(self._whole(source), "rename", self._whole(destination), to=destination)
+        await self._operation(await self._whole(source), "rename", await self._whole(destination), to=destination)
 
     async def make_directory(self, path: str) -> None:
         """Make a folder and those above it."""

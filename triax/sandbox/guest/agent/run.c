@@ -93,8 +93,9 @@ static int child(void *told) {
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
     become(account);
-    if (chdir(*command->folder ? command->folder : account->home) && (*command->folder || chdir("/")))
-        fail(birth, "cwd");
+    /* a relative folder begins at the home; where that is not to be had, at the root */
+    if (chdir(account->home) && chdir("/")) fail(birth, "cwd");
+    if (*command->folder && chdir(command->folder)) fail(birth, "cwd");
     if (command->flags & OPERATION) {
         signal(SIGPIPE, SIG_IGN);
         close_range(3, ~0u, 0); /* no program follows that would close the agent's ends of all pipes */
