@@ -54,6 +54,18 @@ def test_an_agent_works_in_a_sandbox_through_its_tools(tmp_path):
     spoken(tmp_path, talk)
 
 
+def test_f32_a_name_that_is_no_text_is_escaped_and_the_others_are_listed_with_it(tmp_path):
+    async def talk(client, sandbox):
+        await client.call_tool("shell", {"command": "mkdir odd; cd odd; : > plain; : > $(printf 'b\\377d')"})
+        listed = await client.call_tool("list_files", {"path": "odd"})
+        assert [entry["path"].rsplit("/", 1)[1] for entry in listed.structured_content["result"]] == [
+            "b\\xffd",
+            "plain",
+        ]
+
+    spoken(tmp_path, talk)
+
+
 def test_a_command_over_its_limit_is_told_as_such_and_the_sandbox_lives_on(tmp_path):
     async def talk(client, sandbox):
         late = await client.call_tool("shell", {"command": "sleep 1000", "timeout_s": 0.3})

@@ -206,6 +206,21 @@ def test_folders_are_made_once_listed_deeply_moved_and_removed(sandbox):
     assert not sandbox.files.exists("top")
 
 
+def test_f32_a_name_that_is_no_text_is_escaped_and_the_others_are_listed_with_it(sandbox):
+    sandbox.commands.run("mkdir odd; cd odd; : > plain; : > $(printf 'b\\377d'); ln -s $(printf '\\376') link; : > é")
+    listed = {entry.name: entry for entry in sandbox.files.list("odd")}
+    assert set(listed) == {"plain", "b\\xffd", "link", "é"}
+    assert listed["b\\xffd"].path.endswith("/odd/b\\xffd")
+    assert listed["link"].symlink_target == "\\xfe"
+    watch = sandbox.files.watch_dir("odd", include_entry=True)
+    sandbox.commands.run("cd odd; : > $(printf '\\200'); rm $(printf 'b\\377d')")
+    seen = set()
+    until(lambda: (seen.update(event.name for event in watch.get_new_events()), {"\\x80", "b\\xffd"} <= seen)[1])
+    watch.stop()
+    sandbox.files.remove("odd")
+    assert not sandbox.files.exists("odd")
+
+
 def test_changes_below_a_watched_folder_are_told(server):
     async def watch():
         sandbox = await AsyncSandbox.create(**server.options)

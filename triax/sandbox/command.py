@@ -58,6 +58,11 @@ def sane_path(path: str) -> str:
     return path
 
 
+def shown(path: str) -> str:
+    """Return a path as text that every client can read; bytes that are no UTF-8 are written `\\xNN`."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
 def start_folder(cwd: str | None, own: str | None, home: str) -> str:
     """Return where a command starts: a relative folder begins where the sandbox's commands do, `~` is the home.
 

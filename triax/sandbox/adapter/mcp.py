@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field
 
 import triax
 from triax.errors import SandboxError
+from triax.sandbox.command import shown
 from triax.sandbox.protocol import Outcome, Result
 from triax.sandbox.sandbox import Sandbox
 
@@ -122,7 +123,7 @@ def server(opened: Callable[[], AbstractAsyncContextManager[Sandbox]]) -> MCPSer
     async def list_files(path: Path = ".") -> list[File]:
         """List what a folder holds."""
         entries = await _asked(sandbox().list(path))
-        return [File(path=entry.path, kind=entry.kind, size=entry.size) for entry in entries]
+        return [File(path=shown(entry.path), kind=entry.kind, size=entry.size) for entry in entries]
 
     return mcp
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from triax.errors import SandboxError
+from triax.sandbox.command import shown
 from triax.sandbox.protocol import Entry
 from triax.sandbox.server.connect import Call, Fault, Kind, Method
 from triax.sandbox.server.messages import message
@@ -62,11 +63,11 @@ def checked(path: str) -> str:
 def described(entry: Entry) -> Any:
     """Return a `filesystem.EntryInfo`; owner and group are left out, since no backend tells them."""
     kind = _KINDS.get(entry.kind, "FILE_TYPE_UNSPECIFIED")
-    extra = {} if entry.target is None else {"symlink_target": entry.target}
+    extra = {} if entry.target is None else {"symlink_target": shown(entry.target)}
     info = message(
         "filesystem.EntryInfo",
-        name=posixpath.basename(entry.path),
-        path=entry.path,
+        name=shown(posixpath.basename(entry.path)),
+        path=shown(entry.path),
         type=kind,
         size=entry.size,
         mode=entry.mode & 0o7777,
@@ -153,7 +154,9 @@ async def _open(request: Any, call: Call) -> Watcher:
 
 def _told(change: Change, with_entry: bool) -> Any:
     extra = {"entry": described(change.entry)} if with_entry and change.entry is not None else {}
-    return message("filesystem.FilesystemEvent", name=change.name, type=f"EVENT_TYPE_{change.kind.upper()}", **extra)
+    return message(
+        "filesystem.FilesystemEvent", name=shown(change.name), type=f"EVENT_TYPE_{change.kind.upper()}", **extra
+    )
 
 
 async def _watch(request: Any, call: Call) -> AsyncGenerator[Any, None]:
