@@ -1,6 +1,5 @@
 """What may be run: commands, variables and paths, checked before any sandbox sees them."""
 
-import os
 import posixpath
 from collections.abc import Mapping, Sequence
 
@@ -53,14 +52,31 @@ def sane_path(path: str) -> str:
     """
     if not path or "\0" in path:
         raise SandboxError(f"path {path[:80]!r}: a path has at least one byte and no NUL; correct it", "refused")
-    if len(os.fsencode(path)) > PATH_LIMIT:
-        raise SandboxError(f"path: has {len(os.fsencode(path))} bytes; Linux takes at most {PATH_LIMIT}", "refused")
+    if (size := len(_encoded("path", path))) > PATH_LIMIT:
+        raise SandboxError(f"path: has {size} bytes; Linux takes at most {PATH_LIMIT}", "refused")
     return path
 
 
+def sane_range(path: str, offset: int, limit: int | None) -> None:
+    """Refuse a part of a file that no file has.
+
+    Raises:
+        SandboxError: It begins before the file or beyond what a file may hold; kind `refused`.
+    """
+    if not 0 <= offset < 2**63 or (limit is not None and limit < 0):
+        raise SandboxError(f"file {path!r}: offset and limit are at least 0 and below 2**63", "refused")
+
+
+def _encoded(what: str, text: str) -> bytes:
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise SandboxError(f"{what}: {text[:80]!r} is no text; remove its lone surrogates", "refused") from None
+
+
 def shown(path: str) -> str:
-    """Return a path as text that every client can read; bytes that are no UTF-8 are written `\\xNN`."""
-    return os.fsencode(path).decode(errors="backslashreplace")
+    r"""Return a path as text that every client can read; bytes that are no UTF-8 are written `\xNN`."""
+    return path.encode("utf-8", "surrogateescape").decode(errors="backslashreplace")
 
 
 def start_folder(cwd: str | None, own: str | None, home: str) -> str:
@@ -122,7 +138,7 @@ def _fits(what: str, parts: Sequence[str]) -> None:
     for place, part in enumerate(parts):
         if "\0" in part:
             raise SandboxError(f"{what} {place}: has a NUL, which ends text in Linux; remove it", "refused")
-        size = len(part.encode("utf-8", "surrogateescape"))
+        size = len(_encoded(f"{what} {place}", part))
         if size > ARGUMENT_LIMIT:
             raise SandboxError(
                 f"{what} {place}: has {size} bytes; Linux takes at most {ARGUMENT_LIMIT}; "

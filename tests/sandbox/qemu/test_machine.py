@@ -233,6 +233,30 @@ def test_files_that_cannot_be_had_are_refused_with_the_reason(in_lab):
     in_lab(test)
 
 
+def test_f33_what_a_command_or_its_caller_did_is_no_failed_sandbox(in_lab, said):
+    async def refused(deed, status):
+        with pytest.raises(SandboxError) as caught:
+            await deed
+        assert (caught.value.kind, caught.value.status) == ("refused", status), caught.value
+
+    async def test(lab):
+        machine = await lab.create()
+        await said(machine, "mkdir -p a/b full; chmod 700 a; : > full/x; ln -s loop loop")
+        await refused(machine.rename("a", "a/b/c"), 400)
+        await refused(machine.rename("a", "full"), 409)
+        await refused(machine.read("loop"), 400)
+        await refused(machine.read("full/x/y"), 400)
+        await refused(machine.write("n" * 300, b""), 400)
+        await refused(machine.read("full/x", 2**70), 400)
+        await refused(machine.exec("true", cwd="full/x"), 400)
+        await refused(machine.exec("true", user="user", cwd="/root/a"), 403)
+        assert (await machine.exec(["./full/x"])).exit_code == 126
+        assert (await machine.exec(["./full/x/y"])).exit_code == 127
+        await said(machine, "echo fine")
+
+    in_lab(test)
+
+
 def test_a_full_disk_is_refused_and_leaves_the_old_file_whole(in_lab, said):
     async def test(lab):
         machine = await lab.create(resources=Resources(disk_mib=24))

@@ -39,11 +39,13 @@ class Command:
         pid: Its number on the host, 0 until it is there.
         number: Its number inside.
         above: Number on the host of the process that stands above it and all it leaves behind.
+        folder: Where it starts.
         failure: Why it did not become the command, as error number and step; none if it did.
     """
 
-    def __init__(self, id: int) -> None:
+    def __init__(self, id: int, folder: str) -> None:
         self.id = id
+        self.folder = folder
         self.pid = 0
         self.number = 0
         self.failure: tuple[int, int] | None = None
@@ -100,7 +102,7 @@ class Init:
         Raises:
             SandboxError: The first process is gone, or could start nothing.
         """
-        command = Command(self._next)
+        command = Command(self._next, cwd)
         self._next += 1
         fds = [_written(argv, env, cwd), *ends.theirs[:3]]
         waits, go = os.pipe()

@@ -23,6 +23,7 @@ from triax.sandbox.backend.process import ended_meanwhile
 from triax.sandbox.backend.streams import Ends
 from triax.sandbox.backend.tree import Tree
 from triax.sandbox.command import start_folder, variables, words
+from triax.sandbox.errnos import exit_code, folder_refusal, start_refusal
 from triax.sandbox.protocol import OUTPUT_LIMIT, Capabilities, Check, Machine, Outcome, Result, Spec, Usage
 
 FIRST_OWNER = 2_000_000  # users of the host that nobody else has; each sandbox and its copies have one
@@ -244,7 +245,7 @@ class NamespaceMachine(ReachedFiles):
         if self._ended or (self._init and self._init.gone.done()):
             return ended_meanwhile(result)
         if command.failure is not None:
-            outcome, exit_code, stderr = _unstarted(command.failure, stderr)
+            outcome, exit_code, stderr = _unstarted(command.failure, command.folder, stderr)
         if ooms and outcome == "ok":
             detail = f"memory ran out: all processes together had {self.spec.resources.memory_mib} MiB"
             if exit_code != 0:
@@ -372,11 +373,10 @@ def _memory(content: bytes | None) -> Generator[int | None]:
         os.close(fd)
 
 
-def _unstarted(failure: tuple[int, int], stderr: bytes) -> tuple[Outcome, int | None, bytes]:
+def _unstarted(failure: tuple[int, int], folder: str, stderr: bytes) -> tuple[Outcome, int | None, bytes]:
     code, step = failure
-    said = os.strerror(code).encode()
     if step == init.AT_FOLDER:
-        raise SandboxError(f"cwd: cannot be entered; {os.strerror(code)}; make the folder first", "refused", status=404)
+        raise folder_refusal(code, folder)
     if step == init.AT_PROGRAM:
-        return "ok", 126 if code == 13 else 127, stderr + b"exec: " + said + b"\n"
-    raise SandboxError(f"exec: no process could be started; {os.strerror(code)}; end some", "refused", status=429)
+        return "ok", exit_code(code), stderr + f"exec: {os.strerror(code)}\n".encode()
+    raise start_refusal(code)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from triax.errors import SandboxError
-from triax.sandbox.command import sane_path
+from triax.sandbox.command import sane_path, sane_range
+from triax.sandbox.errnos import file_refusal
 from triax.sandbox.protocol import Entry
 
 OPENAT2 = 437  # the same on every architecture, as all calls since 2019
@@ -60,30 +61,6 @@ def _filesystem(fd: int) -> int:
     return answer[0] & 0xFFFFFFFF
 
 
-def refusal(error: OSError, path: str) -> SandboxError:
-    """Turn what a file system said into what a caller may read."""
-    reasons = {
-        errno.ENOENT: (404, "there is no such file or folder"),
-        errno.ENOTDIR: (400, "a part of it is no folder"),
-        errno.EISDIR: (400, "it is a folder"),
-        errno.EEXIST: (409, "it is there already"),
-        errno.ENOTEMPTY: (409, "the folder there is not empty"),
-        errno.EACCES: (403, "the sandbox does not allow it"),
-        errno.EPERM: (403, "the sandbox does not allow it"),
-        errno.EROFS: (403, "that part of the sandbox is read-only"),
-        errno.ELOOP: (400, "its symlinks go round in circles or leave the sandbox"),
-        errno.ENAMETOOLONG: (400, "its name is too long"),
-        errno.ENOSPC: (507, "the disk of the sandbox is full; raise `disk_mib` or remove files"),
-        errno.EDQUOT: (507, "the disk of the sandbox is full; raise `disk_mib` or remove files"),
-        errno.EXDEV: (400, "source and destination lie on different disks"),
-        errno.EBUSY: (409, "it is in use, as a mount is"),
-    }
-    if error.errno in reasons:
-        status, reason = reasons[error.errno]
-        return SandboxError(f"file {path!r}: {reason}", "refused", status=status)
-    return SandboxError(f"file {path!r}: {error.strerror or error}", "infrastructure")
-
-
 @dataclass(frozen=True, slots=True)
 class Tree:
     """Everything below one folder of the host, which the tree takes for its root.
@@ -100,8 +77,7 @@ class Tree:
 
     def read(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
         """Return bytes of a regular file, from `offset` on and at most `limit`."""
-        if offset < 0 or (limit is not None and limit < 0):
-            raise SandboxError(f"file {path!r}: offset and limit are at least 0", "refused")
+        sane_range(path, offset, limit)
         with self._errors(path), self._open(path, os.O_RDONLY) as fd:
             os.lseek(fd, offset, os.SEEK_SET)
             parts: list[bytes] = []
@@ -197,7 +173,7 @@ class Tree:
         except OSError as error:
             if not os.path.isdir(self.root):
                 raise SandboxError(f"file {path!r}: the sandbox has ended", "infrastructure") from error
-            raise refusal(error, path) from error
+            raise file_refusal(error, path) from error
 
     @contextmanager
     def _open(self, path: str, flags: int, create: int | None = None) -> Generator[int]:

@@ -1,7 +1,6 @@
 """Commands in a guest as the host holds them: run to the end, or long-lived."""
 
 import asyncio
-import errno
 import os
 import time
 from collections.abc import AsyncIterator
@@ -9,6 +8,7 @@ from contextlib import suppress
 
 from triax.errors import SandboxError
 from triax.sandbox.command import signal_number, window
+from triax.sandbox.errnos import exit_code, folder_refusal, start_refusal
 from triax.sandbox.guest.channel import AgentRefusal, Name, Stream
 from triax.sandbox.guest.wire import Kind, number
 from triax.sandbox.protocol import Result
@@ -100,23 +100,14 @@ def ended(stream: Stream, duration_s: float, **more: object) -> Result:
 
 def refusal(problem: AgentRefusal, program: str, cwd: str | None, user: str | None) -> Result | SandboxError:
     """Tell why a command did not start: the shell's exit codes for its program, an error for all else."""
-    words = os.strerror(problem.code)
     if problem.step == "exec":
-        code = 127 if problem.code in (errno.ENOENT, errno.ENOTDIR) else 126
-        return Result("ok", exit_code=code, stderr=f"{program}: {words}\n".encode(errors="replace"))
+        said = f"{program}: {os.strerror(problem.code)}\n".encode(errors="replace")
+        return Result("ok", exit_code=exit_code(problem.code), stderr=said)
     if problem.step == "cwd":
-        return SandboxError(f"cwd {cwd!r}: cannot start there, {words}; make it first", "refused", status=404)
+        return folder_refusal(problem.code, cwd)
     if problem.step == "user":
         return SandboxError(f"user {user!r}: the image has no such user; add it or leave it out", "refused")
-    if problem.step in ("fork", "pipes") and problem.code in (errno.EAGAIN, errno.EMFILE, errno.ENOSPC):
-        return SandboxError(
-            f"exec: the guest cannot start another process, {words}; end some or raise `processes`",
-            "refused",
-            status=429,
-        )
-    if problem.code == errno.ENOMEM:
-        return SandboxError("exec: the guest has no memory for another process; raise `memory_mib`", "out_of_memory")
-    return SandboxError(f"exec: the guest could not start it, {problem.step}: {words}")
+    return start_refusal(problem.code)
 
 
 def home_of(account: str, users: bytes) -> str:

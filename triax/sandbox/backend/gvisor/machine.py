@@ -205,9 +205,8 @@ class GvisorMachine(ReachedFiles):
         try:
             self.tree.stat(f"{folder}/.")
         except SandboxError as error:
-            raise SandboxError(
-                f"cwd {folder!r}: cannot be entered; make the folder first", "refused", status=404
-            ) from error
+            words = f"cwd {folder!r}: cannot be entered, {error}; make the folder first"
+            raise SandboxError(words, error.kind, status=error.status) from error
 
     async def _hand_on(self, number: int, token: str, child: Child) -> None:
         await self._open.wait()

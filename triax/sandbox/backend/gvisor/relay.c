@@ -155,7 +155,7 @@ static int run(char *folder, char **arguments) {
         }
         execvp(arguments[0], arguments);
         dprintf(2, "exec: %s: %s\n", arguments[0], strerror(errno));
-        _exit(errno == EACCES ? 126 : 127);
+        _exit(errno == ENOENT || errno == ENOTDIR ? 127 : 126);
     }
     close(in[0]), close(out[1]), close(err[1]);
     fcntl(in[1], F_SETFL, O_NONBLOCK);

@@ -19,8 +19,8 @@ from triax.sandbox.backend.qemu.egress import PROXY_PORT, Egress, Exposed
 from triax.sandbox.backend.qemu.entries import entries
 from triax.sandbox.backend.qemu.launch import Emulator
 from triax.sandbox.backend.qemu.parts import Parts
-from triax.sandbox.backend.tree import refusal as file_refusal
-from triax.sandbox.command import sane_path, start_folder, variables, words
+from triax.sandbox.command import sane_path, sane_range, start_folder, variables, words
+from triax.sandbox.errnos import file_refusal
 from triax.sandbox.guest.channel import AgentRefusal, Channel, Stream
 from triax.sandbox.guest.process import GuestProcess, finish, home_of, refusal
 from triax.sandbox.guest.wire import OPERATION, TERMINAL, Kind, command, hello, number
@@ -201,8 +201,6 @@ class QemuMachine:
             raise SandboxError(f"file {path!r}: {result.detail}", result.outcome)
         if result.exit_code != 0:
             code = struct.unpack_from("<I", result.stderr)[0] if len(result.stderr) >= 4 else 5
-            if code == 22:
-                raise SandboxError(f"file {path!r}: is no regular file, or no such range; read another", "refused")
             raise file_refusal(OSError(code, os.strerror(code), path), path if to is None else f"{path} to {to}")
         return result.stdout
 
@@ -225,8 +223,7 @@ class QemuMachine:
 
     async def read(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
         """Return bytes of a regular file."""
-        if offset < 0 or (limit is not None and limit < 0):
-            raise SandboxError(f"file {path!r}: offset and limit are at least 0", "refused")
+        sane_range(path, offset, limit)
         return await self._operation(path, "read", str(offset), str(2**63 if limit is None else limit))
 
     async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
