@@ -336,3 +336,36 @@ def test_training_with_a_balanced_router_keeps_diversity_near_one():
     router(hidden)
     rebalance([router], QUANTILE)
     assert evenness([router])["load_diversity"][0] > 0.98
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_f24_the_margin_of_the_best_loser_is_its_bias_however_its_score_was_rounded(dtype):
+    """At first all biases are 0, which is a border of two bins: the last bit of a score must not choose the side."""
+    counts = []
+    noise = torch.Generator().manual_seed(0)
+    for shift in (0, 1, -1):
+        router, _ = exact()
+        prepare([router], QUANTILE)
+        score = torch.rand(64, 6, generator=noise.manual_seed(0), dtype=dtype)
+        for _ in range(abs(shift)):
+            score = torch.nextafter(score, torch.full_like(score, float(shift > 0)))
+        router._count(score, *router._choose(score))
+        counts.append(router.counts.margins[:, 499:502].clone())
+    assert counts[0].sum(0).max() >= 64, "one loser a token is the best, and all of them share a bin"
+    assert torch.equal(counts[0], counts[1])
+    assert torch.equal(counts[0], counts[2])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+def test_f24_scores_that_are_equal_to_the_bit_give_a_bias_that_is(rows):
+    found = []
+    for size in (8, rows):
+        router, _ = exact()
+        prepare([router], QUANTILE)
+        for step in range(3):
+            score = torch.rand(8, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            for part in score.split(size):
+                router._count(part, *router._choose(part))
+            rebalance([router], QUANTILE)
+        found.append(router.balance_bias.clone())
+    assert torch.equal(*found)

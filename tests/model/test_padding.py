@@ -72,3 +72,20 @@ def test_positions_sequences_and_borders_of_a_layout():
     assert layout.positions().tolist() == [0, 1, 0, 1, 2]
     assert layout.positions([4, 9, 1]).tolist() == [4, 5, 1, 2, 3]
     assert layout.sequence().tolist() == [0, 0, 2, 2, 2]
+
+
+IDS = torch.tensor([[10, 11, 12], [20, 21, 22]])
+
+
+@pytest.mark.parametrize("mask", [[[1, 1, 0, 0], [1, 0, 0, 0]], [[1, 1], [1, 0]], [[1, 1, 1]], [[1, 1, 1]] * 3])
+def test_f25_a_mask_of_another_shape_is_refused(mask):
+    with pytest.raises(ConfigError, match=r"does not fit tokens of shape \[2, 3\].*`past`"):
+        pack(IDS, torch.tensor(mask).bool())
+
+
+def test_f25_a_mask_over_the_whole_conversation_counts_from_the_new_tokens_on():
+    mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 0, 0]]).bool()
+    tokens, layout, index = pack(IDS, mask, past=2)
+    assert tokens.tolist() == [10, 11, 12, 20]
+    assert layout.lengths == (3, 1)
+    assert index.tolist() == [0, 1, 2, 3]

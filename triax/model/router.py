@@ -67,7 +67,7 @@ class Router(KeepsFp32):
         if logit is None:
             with _no_autocast(hidden):
                 logit = linear_fp32(hidden, self.weight)
-        counts_it = forced is None and self.training and torch.is_grad_enabled() and not _is_recomputing()
+        counts_it = forced is None and self.training and torch.is_grad_enabled() and not is_recomputing()
         if forced is None and (found := self._choose_at_once(logit, counts_it=counts_it)):
             return found
         score = logit.sigmoid()
@@ -129,7 +129,9 @@ class Router(KeepsFp32):
         if num_bins == 0 or cutoff is None:
             return
         low, width = bins(self.balance_bias, num_bins)
-        bin = ((cutoff - low) / width - score / width).long().clamp_(0, num_bins - 1)
+        # the best loser's margin is its bias, whatever its score was rounded to: at first that is a border of two bins
+        margin = torch.where(score + self.balance_bias == cutoff, self.balance_bias, cutoff - score)
+        bin = ((margin - low) / width).long().clamp_(0, num_bins - 1)
         bin += torch.arange(num_experts, device=score.device) * num_bins
         counts.margins.view(-1).scatter_add_(0, bin.flatten(), torch.ones_like(bin).flatten())
 
@@ -191,7 +193,7 @@ def bins(bias: Float[Tensor, " E"], num_bins: int) -> tuple[Float[Tensor, ""], F
     return low - 1, (high - low + 2) / num_bins
 
 
-def _is_recomputing() -> bool:
+def is_recomputing() -> bool:
     """Whether this forward runs inside a backward pass, as activation checkpointing has it."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 

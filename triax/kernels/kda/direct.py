@@ -64,11 +64,12 @@ def _save(num_streams: int, ctx: Any, inputs: tuple[Any, ...], output: tuple[Ten
 
 
 def _backward(operation: Callable[..., Any], ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-    value = ctx.saved_tensors[2]
+    saved = ctx.saved_tensors  # read once: under recomputation a second look finds nothing
+    value = saved[2]
     d_read = torch.zeros_like(value) if gradients[0] is None else gradients[0]
     d_memories = [
         value.new_zeros(shape, dtype=dtype) if given is None else given
         for given, (shape, dtype) in zip(gradients[1:3], ctx.memories, strict=True)
     ]
-    *streams, d_state = operation(*ctx.saved_tensors, d_read, *d_memories, *ctx.numbers)
+    *streams, d_state = operation(*saved, d_read, *d_memories, *ctx.numbers)
     return *streams, None if ctx.of_state is None else d_state.to(ctx.of_state), None, None, None, None

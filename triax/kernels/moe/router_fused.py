@@ -26,7 +26,8 @@ def _choose(logit, bias, expert, share, kept_score, margins, tally, low, width, 
     column, choice = tl.arange(0, EE), tl.arange(0, KK)
     value = tl.load(logit + token * row + column, mask=column < E, other=0.0).to(tl.float32)
     score = 1.0 / (1.0 + tl.exp(-value))
-    biased = score + tl.load(bias + column, mask=column < E, other=0.0)
+    own_bias = tl.load(bias + column, mask=column < E, other=0.0)
+    biased = score + own_bias
     biased = tl.where(column < E, biased, float("-inf"))
     chosen = tl.zeros((KK,), tl.int32)
     for turn in range(K):
@@ -43,7 +44,9 @@ def _choose(logit, bias, expert, share, kept_score, margins, tally, low, width, 
         if BINS > 0:
             step = tl.load(width)
             cutoff = tl.max(biased, 0)
-            bin = (tl.div_rn(cutoff - tl.load(low), step) - tl.div_rn(score, step)).to(tl.int32)
+            # the best loser's margin is its bias, whatever its score was rounded to
+            margin = tl.where(score + own_bias == cutoff, own_bias, cutoff - score)
+            bin = tl.div_rn(margin - tl.load(low), step).to(tl.int32)
             bin = tl.minimum(tl.maximum(bin, 0), BINS - 1)
             place = margins + column.to(tl.int64) * BINS + bin
             tl.atomic_add(place, tl.full((EE,), 1, tl.int64), mask=column < E, sem="relaxed")
