@@ -65,20 +65,29 @@ def _sequence(layout: Layout, device: str) -> Tensor:
 
 
 def pack(
-    tokens: Shaped[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+    tokens: Shaped[Tensor, "B T"], mask: Bool[Tensor, "rows columns"], past: int = 0
 ) -> tuple[Shaped[Tensor, " N"], Layout, Int[Tensor, " N"]]:
     """Turn a padded batch into a stream: pads never reach a layer, whichever side they are on.
 
     Args:
         tokens: One sequence a row.
         mask: Where a token is real; the real tokens of a row must be neighbours.
+        past: Columns of the mask that stand for tokens of earlier calls, as a mask over a whole conversation has them;
+            they are left out.
 
     Returns:
         The real tokens row after row, their layout, and each one's place in the flattened batch (for `unpack`).
 
     Raises:
-        ConfigError: A row has a pad between two real tokens.
+        ConfigError: The mask has another shape, or a row has a pad between two real tokens.
     """
+    rows, columns = tokens.shape
+    if tuple(mask.shape) != (rows, past + columns):
+        raise ConfigError(
+            f"model.layout.pack: a mask of shape {list(mask.shape)} does not fit tokens of shape {[rows, columns]} "
+            f"after {past} earlier ones; pass one of shape {[rows, past + columns]}, or `past`"
+        )
+    mask = mask[:, past:]
     gaps = (mask[:, 1:] & ~mask[:, :-1]).sum(-1) + mask[:, 0] if mask.shape[1] else mask.sum(-1)
     if (gaps > 1).any():
         row = int((gaps > 1).nonzero()[0])

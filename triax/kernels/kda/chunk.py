@@ -141,7 +141,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(
     ctx: Any, d_read: Tensor | None, d_final: Tensor | None, d_interior: Tensor | None, _: None
 ) -> tuple[Any, ...]:
-    value, states = ctx.saved_tensors[2], ctx.saved_tensors[5]
+    saved = ctx.saved_tensors  # read once: under recomputation a second look finds nothing
+    value, states = saved[2], saved[5]
     starts, states_at = ctx.numbers[:2]
     if d_read is None:
         d_read = torch.zeros_like(value)
@@ -149,7 +150,7 @@ def _backward(
         d_final = states.new_zeros(len(starts) - 1, *states.shape[1:])
     if d_interior is None:
         d_interior = states.new_zeros(len(states_at), *states.shape[1:])
-    *of_inputs, d_state = kda_chunk_backward(*ctx.saved_tensors, d_read, d_final, d_interior, *ctx.numbers)
+    *of_inputs, d_state = kda_chunk_backward(*saved, d_read, d_final, d_interior, *ctx.numbers)
     return *of_inputs, None if ctx.state_dtype is None else d_state.to(ctx.state_dtype), *(None for _ in ctx.numbers)
 
 
