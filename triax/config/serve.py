@@ -157,6 +157,8 @@ class Serve(Settings):
     """Number format of weights and latents; `auto` is bf16 on a GPU and fp32 on a CPU. KDA states are fp32."""
     context: NonNegativeInt = 0
     """Most tokens of prompt and answer together; 0 takes what the model was made for."""
+    image_reading: Literal["released", "corrected"] = "released"
+    """Read pictures as the released processor does, or corrected: upright, smooth, 8 bits a channel."""
     is_deterministic: bool = False
     """A request's tokens and logprobs depend on the request alone, whatever runs beside it and whatever was cached."""
     has_graphs: bool = True

@@ -86,6 +86,9 @@ class Images(Settings):
     """Divides what is left."""
     board: Chessboard | None = Chessboard()
     """What shows through transparent pixels; none drops the alpha channel."""
+    reading: Literal["released", "corrected"] = "released"
+    """How files become pixels: as the released processor does, which ignores that a photograph is turned, resizes
+    palettes and one bit by the nearest pixel and leaves 16 bits to Pillow; or corrected: upright, smooth, 8 bits."""
     max_pixels: int = Field(178_956_970, gt=0, le=178_956_970)
     """Pixels above which a file is refused before it is unpacked."""
 

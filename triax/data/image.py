@@ -4,7 +4,8 @@ import math
 import struct
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -64,7 +65,7 @@ class Picture:
     grid: tuple[int, int, int]
     """One frame, rows, columns."""
     width: int
-    """Of the original picture as it is looked at, in pixels."""
+    """Of the original picture, in pixels: as it is stored, or upright where reading is corrected."""
     height: int
     num_tokens: int
     """Slots that it fills in a prompt."""
@@ -102,7 +103,7 @@ def fit(width: int, height: int, settings: Images, name: str = "image") -> Fit:
         name: How errors call it.
 
     Raises:
-        DataError: The picture has no pixels, or its short side would vanish.
+        DataError: The picture has no pixels.
 
     Source: the image processor released with Kimi-K3.
     """
@@ -111,12 +112,7 @@ def fit(width: int, height: int, settings: Images, name: str = "image") -> Fit:
     patch, longest = settings.patch, settings.side_limit * settings.patch
     patches = max(1, width // patch) * max(1, height // patch)
     scale = min(1.0, math.sqrt(settings.patch_limit / patches), longest / width, longest / height)
-    new_width, new_height = min(int(width * scale), longest), min(int(height * scale), longest)
-    if new_width < 1 or new_height < 1:
-        raise DataError(
-            f"{name}: too thin to be seen: made to fit {longest} pixels a side, its short side vanishes; "
-            f"found {width}x{height}; cut it into pieces"
-        )
+    new_width, new_height = (min(max(1, int(size * scale)), longest) for size in (width, height))
     token = settings.merge * patch
     return Fit(
         new_width,
@@ -134,7 +130,7 @@ def num_tokens(width: int, height: int, settings: Images | None = None) -> int:
 
 
 def read_image(source: Source, settings: Images | None = None, name: str | None = None) -> Picture:
-    """Read a picture: upright, first frame of an animation, 8 bits, transparency on a chessboard.
+    """Read a picture, the first frame of an animation: as the released processor does, or with its faults corrected.
 
     Args:
         source: Content of a file, its path, or an image that Pillow has opened.
@@ -142,13 +138,15 @@ def read_image(source: Source, settings: Images | None = None, name: str | None 
         name: How errors call it; the path, if there is one.
 
     Raises:
-        DataError: It is no picture of a known kind, damaged, empty, too thin, or would unpack to too many pixels.
+        DataError: It is no picture of a known kind, damaged, empty, or would unpack to too many pixels.
     """
     settings = settings or Images()
     name = name or (str(source) if isinstance(source, str | Path) else "image")
-    image = _open(source, settings, name)
-    fitted = fit(*image.size, settings, name)
-    patches = to_patches(_flatten(image, fitted, settings), fitted, settings)
+    with _told_as(name):
+        image = _open(source, settings, name)
+        fitted = fit(*image.size, settings, name)
+        flatten = _flatten_as_released if settings.reading == "released" else _flatten
+        patches = to_patches(flatten(image, fitted, settings), fitted, settings)
     tokens = fitted.rows // settings.merge * (fitted.columns // settings.merge)
     return Picture(patches, (1, fitted.rows, fitted.columns), *image.size, tokens)
 
@@ -163,22 +161,13 @@ def to_patches(pixels: np.ndarray, fitted: Fit, settings: Images) -> Float[Tenso
     return torch.from_numpy(values[cut].reshape(-1, 3, side, side))
 
 
-def _open(source: Source, settings: Images, name: str) -> Image.Image:
-    """Return the first frame, upright, in eight bits a channel."""
+@contextmanager
+def _told_as(name: str) -> Generator[None]:
+    """Turn whatever a damaged file makes Pillow raise into one error."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of metadata that nobody reads, and of sizes that are checked here
-            if isinstance(source, Image.Image):
-                image = source
-            else:
-                file = BytesIO(source) if isinstance(source, bytes) else Path(source)
-                Image.init()
-                image = Image.open(file, formats=[kind for kind in FORMATS if kind in Image.OPEN])
-            _check_size(image, settings, name)
-            if image.tell() != 0:
-                image.seek(0)
-            image.load()
-            return _to_bytes(ImageOps.exif_transpose(image), name)
+            yield
     except DataError:
         raise
     except Image.DecompressionBombError:
@@ -191,6 +180,21 @@ def _open(source: Source, settings: Images, name: str) -> Image.Image:
         raise DataError(
             f"{name}: not a picture that can be read; found a problem: {reason}; give a whole file of {kinds}"
         ) from None
+
+
+def _open(source: Source, settings: Images, name: str) -> Image.Image:
+    """Return the first frame; corrected, it is upright and in eight bits a channel."""
+    if isinstance(source, Image.Image):
+        image = source
+    else:
+        file = BytesIO(source) if isinstance(source, bytes) else Path(source)
+        Image.init()
+        image = Image.open(file, formats=[kind for kind in FORMATS if kind in Image.OPEN])
+    _check_size(image, settings, name)
+    if image.tell() != 0:
+        image.seek(0)
+    image.load()
+    return image if settings.reading == "released" else _to_bytes(ImageOps.exif_transpose(image), name)
 
 
 def _check_size(image: Image.Image, settings: Images, name: str) -> None:
@@ -230,6 +234,21 @@ def _to_bytes(image: Image.Image, name: str) -> Image.Image:
     return image.convert(image.mode.upper()) if image.mode.endswith("a") else image  # premultiplied alpha
 
 
+def _flatten_as_released(image: Image.Image, fitted: Fit, settings: Images) -> np.ndarray:
+    """Resize in the mode of the file, in which Pillow takes the nearest pixel of palettes and of one bit.
+
+    What is transparent is laid on the board; a colour picture whose one colour is transparent counts as opaque.
+
+    Source: the image processors released with Kimi-K3 and Kimi-K2.5, which has no board and brings all to RGB first.
+    """
+    size = (fitted.width, fitted.height)
+    if settings.board is None:
+        return np.asarray(image.convert("RGB").resize(size, Image.Resampling.BICUBIC))
+    image = image.resize(size, Image.Resampling.BICUBIC)
+    has_alpha = "A" in image.getbands() or (image.mode != "RGB" and "transparency" in image.info)
+    return _on_board(image, settings.board, fitted) if has_alpha else np.asarray(image.convert("RGB"))
+
+
 def _flatten(image: Image.Image, fitted: Fit, settings: Images) -> np.ndarray:
     """Resize, then lay what is transparent on the board: [height, width, 3] bytes."""
     if settings.board is None:
@@ -237,9 +256,13 @@ def _flatten(image: Image.Image, fitted: Fit, settings: Images) -> np.ndarray:
     image = image.resize((fitted.width, fitted.height), Image.Resampling.BICUBIC)
     if "A" not in image.getbands() or settings.board is None:
         return np.asarray(image.convert("RGB"))
+    return _on_board(image, settings.board, fitted)
+
+
+def _on_board(image: Image.Image, board: Chessboard, fitted: Fit) -> np.ndarray:
     pixels = np.asarray(image.convert("RGBA"))
     alpha = pixels[..., 3:].astype(np.float32) / 255
-    mixed = alpha * pixels[..., :3] + (1 - alpha) * _board(settings.board, fitted)
+    mixed = alpha * pixels[..., :3] + (1 - alpha) * _board(board, fitted)
     return mixed.astype(np.uint8)
 
 

@@ -82,6 +82,7 @@ def open_model(folder: Path, tokenizer: Tokenizer | KimiTokenizer, facts: Facts,
         images = read_preprocessor(folder).images
     else:
         images = Images(patch=facts.patch, merge=facts.merge)
+    images = images.model_copy(update={"reading": settings.image_reading})
     name = settings.http.model_name or folder.resolve().name
     form = chat_format(tokenizer)
     return Model(name, tokenizer, form, images, facts.context, facts.vocab_size, facts.slot_token)
