@@ -108,8 +108,24 @@ def test_an_effort_that_k3_does_not_know_is_refused_with_the_nearest(effort):
     nearest = {"medium": "use high", "minimal": "use low", "xhigh": "use max"}.get(effort, "use low, high or max")
     with pytest.raises(DataError, match=f"reasoning_effort: not supported; found `{effort}`; {nearest}"):
         request_options({"reasoning_effort": effort})
-    with pytest.raises(DataError, match=nearest):
+    with pytest.raises(DataError, match=f"thinking.effort: .*{nearest}"):
         request_options({"thinking": {"effort": effort}})
+
+
+@pytest.mark.parametrize(
+    ("request_", "keep"),
+    [
+        ({}, "last"),
+        ({"preserve_thinking": True}, "all"),
+        ({"preserve_thinking": False}, "last"),
+        ({"thinking": {"keep": "all"}, "preserve_thinking": False}, "all"),
+        ({"thinking": {"keep": "last"}, "preserve_thinking": True}, "last"),
+    ],
+)
+def test_f07_k2_shows_as_much_earlier_reasoning_as_a_request_asks_for(request_, keep):
+    assert request_options(request_, keeps=("last", "all")).keep == keep
+    with pytest.raises(DataError, match="thinking.keep: not known; found `'none'`; use last or all"):
+        request_options({"thinking": {"keep": "none"}}, keeps=("last", "all"))
 
 
 @pytest.mark.parametrize(
@@ -124,6 +140,10 @@ def test_an_effort_that_k3_does_not_know_is_refused_with_the_nearest(effort):
         ({"thinking": {"type": "enabled", "keep": "all", "effort": "low"}, "reasoning_effort": "high"}, True, "low"),
         ({"thinking": False}, False, None),
         ({"thinking": None, "tool_choice": None}, True, "max"),
+        ({"thinking_effort": "low", "reasoning_effort": "high"}, True, "low"),
+        ({"thinking": {"effort": "high"}, "thinking_effort": "low"}, True, "high"),
+        ({"thinking": True, "preserve_thinking": True, "thinking_effort": "low"}, True, "low"),
+        ({"thinking": {"type": "disabled", "keep": "none"}, "preserve_thinking": False}, False, None),
     ],
 )
 def test_a_request_says_whether_and_how_much_to_think(request_, thinking, effort):
@@ -135,6 +155,8 @@ def test_a_request_says_whether_and_how_much_to_think(request_, thinking, effort
     ("request_", "words"),
     [
         ({"thinking": {"keep": "last"}}, "thinking.keep: K3 keeps all"),
+        ({"preserve_thinking": False}, "preserve_thinking: K3 keeps all earlier reasoning; found `False`"),
+        ({"thinking_effort": "medium"}, "thinking_effort: not supported; found `medium`; use high"),
         ({"thinking": {"type": "sometimes"}}, "thinking.type: not a mode"),
         ({"thinking": {"budget": 3}}, r"thinking: must be an object of type, keep and effort; found `\['budget'\]`"),
         ({"thinking": "yes"}, "thinking: must be an object"),

@@ -1,6 +1,7 @@
 """K3's prompts: bytes, what the loss counts, and that nobody can forge structure."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -40,6 +41,22 @@ def call(name, arguments, id_=None):
 
 def user(text="hi"):
     return [{"role": "user", "content": text}]
+
+
+def test_f06_a_prompt_tells_which_picture_fills_which_slots(k3_tokenizer):
+    part = {"type": "image_url"}
+    messages = [
+        {"role": "user", "content": [part]},
+        {"role": "assistant", "tool_calls": [call("f", "{}", "x"), call("g", "{}", "y")]},
+        {"role": "tool", "tool_call_id": "y", "content": [part, part]},
+        {"role": "tool", "tool_call_id": "x", "content": [part]},
+    ]
+    images = [Image(side, side, slots) for side, slots in ((1, 2), (2, 3), (3, 3), (4, 5))]
+    prompt = xtml.prompt(k3_tokenizer, messages, None, images)
+    assert prompt.pictures == (0, 3, 1, 2)
+    pad = k3_tokenizer.control["<|media_pad|>"]
+    runs = [len(run) for run in re.findall("x+", "".join("x" if token == pad else "." for token in prompt.ids))]
+    assert runs == [images[number].num_tokens for number in prompt.pictures]
 
 
 def test_the_golden_prompt_of_a_user_alone():

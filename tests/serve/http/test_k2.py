@@ -34,6 +34,27 @@ def test_thinking_is_apart(k2_server):
     assert (message.reasoning_content, message.content) == ("hm", "Yes.")
 
 
+def test_f07_earlier_thinking_is_kept_where_a_request_asks_for_it(k2_server):
+    name = k2_server.script("k3", "<think>hm</think>Yes.<|im_end|>")
+    history = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "reasoning_content": "first thought", "content": "b"},
+        {"role": "user", "content": name},
+    ]
+
+    def words(**extra):
+        response = k2_server.post("/v1/chat/completions", {"model": "m", "messages": history} | extra)
+        assert response.status_code == 200, response.text
+        return k2_server.last()["words"]
+
+    assert "first thought" not in words()
+    assert "first thought" not in words(chat_template_kwargs={"preserve_thinking": False})
+    assert "first thought" in words(chat_template_kwargs={"thinking": True, "preserve_thinking": True})
+    assert "first thought" in words(thinking={"type": "enabled", "keep": "all"})
+    response = k2_server.post("/v1/chat/completions", {"model": "m", "messages": history, "thinking": {"keep": "few"}})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "thinking.keep")
+
+
 def test_a_form_begins_after_the_thinking(k2_server):
     form = {"type": "json_object"}
     messages = [{"role": "user", "content": "x"}]

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 
 import pytest
 from PIL import Image
@@ -99,7 +100,13 @@ CASES = {
     "another form": ({"response_format": {"type": "xml"}}, "response_format.type"),
     "medium effort": ({"reasoning_effort": "medium"}, "reasoning_effort"),
     "minimal effort": ({"reasoning_effort": "minimal"}, "reasoning_effort"),
-    "effort xhigh": ({"thinking": {"effort": "xhigh"}}, "reasoning_effort"),
+    "effort xhigh": ({"thinking": {"effort": "xhigh"}}, "thinking.effort"),
+    "medium effort of the template": ({"chat_template_kwargs": {"thinking_effort": "medium"}}, "thinking_effort"),
+    "dropping earlier thinking": ({"chat_template_kwargs": {"preserve_thinking": False}}, "preserve_thinking"),
+    "a word that preserves": (
+        {"chat_template_kwargs": {"preserve_thinking": "yes"}},
+        "chat_template_kwargs.preserve_thinking",
+    ),
     "keeping the last thinking only": ({"thinking": {"keep": "last"}}, "thinking.keep"),
     "another mode of thinking": ({"thinking": {"type": "maybe"}}, "thinking.type"),
     "unknown field": ({"warmth": 1}, "warmth"),
@@ -240,6 +247,19 @@ def test_options_reach_the_prompt(ask, server):
     assert server.last()["words"].endswith("<|open|>response<|sep|>")
 
 
+def test_f07_the_templates_words_for_thinking_have_their_meaning(ask, server):
+    words = {"thinking": True, "preserve_thinking": True, "thinking_effort": "low"}
+    ask(ask.said("x"), extra_body={"chat_template_kwargs": words})
+    assert "thinking_effort=low" in server.last()["words"]
+    ask(ask.said("x"), reasoning_effort="high", extra_body={"chat_template_kwargs": words})
+    assert "thinking_effort=high" in server.last()["words"], "the field of the body goes before the template's"
+    ask("x", extra_body={"chat_template_kwargs": words | {"thinking": False, "preserve_thinking": False}})
+    assert server.last()["words"].endswith("<|open|>response<|sep|>")
+    assert "thinking_effort" not in server.last()["words"]
+    ask("x", extra_body={"enable_thinking": False, "chat_template_kwargs": words})
+    assert server.last()["words"].endswith("<|open|>response<|sep|>")
+
+
 def test_added_tools_and_choices_reach_the_prompt_and_the_engine(ask, server):
     added = system(tool("g"))
     ask(ask.called(("g", {})), messages=[added], tools=[tool("f")], tool_choice="required")
@@ -314,6 +334,30 @@ def test_pictures_reach_the_engine_with_their_place(ask, server):
     assert media[0][3] == 6 * 4 * 3 * 14 * 14 * 4
     with_text = ask(ask.said("x"), messages=[{"role": "user", "content": "and"}])
     assert response.usage.prompt_tokens > with_text.usage.prompt_tokens + 7
+
+
+def test_f06_pictures_follow_their_tool_results_into_the_order_of_the_calls(ask, server):
+    """Results are told in the order of their calls; of equal sizes, swapped pictures would pass unseen."""
+    calls = [{"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}} for name in "abc"]
+    shown = {
+        "a": [picture(png(30, 30))],
+        "b": [picture(png(40, 40)), picture(png(56, 28))],
+        "c": [picture(png(41, 41))],
+    }
+    digests = {}
+    for order in ("abc", "cab", "bca"):
+        history = [
+            {"role": "user", "content": [picture(png(29, 28))]},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            *({"role": "tool", "tool_call_id": name, "content": shown[name]} for name in order),
+        ]
+        ask(ask.said("x"), messages=history, tools=[ask.tool("f")])
+        told = server.last()
+        digests[order] = [item[:3] for item in told["media"]]
+        sizes = re.findall(r"image (\d+x\d+)", told["words"])
+        assert sizes == ["29x28", "30x30", "40x40", "56x28", "41x41"]
+    assert len({item[0] for item in digests["abc"]}) == 5
+    assert digests["cab"] == digests["bca"] == digests["abc"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from triax.data.chat.call import call_id
 from triax.data.chat.message import Image, Message, answers, is_object, read_messages
-from triax.data.chat.segment import ChatTokenizer, Prompt, Segment, control, encode, text, train
+from triax.data.chat.segment import ChatTokenizer, Prompt, Segment, control, encode, slots, text, train
 from triax.data.chat.tool import Tool, check_tools, compact
 from triax.errors import DataError
 
@@ -136,7 +136,7 @@ def _content(message: Message) -> list[Segment]:
     for part in message.content:
         if isinstance(part, Image):
             pieces += [control("<|media_begin|>"), *text("image"), control("<|media_content|>")]
-            pieces += [control("<|media_pad|>", part.num_tokens), control("<|media_end|>")]
+            pieces += [slots(part.number, part.num_tokens), control("<|media_end|>")]
         else:
             pieces += text(part)
     return _join(pieces)

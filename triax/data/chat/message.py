@@ -3,7 +3,8 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, Literal
 
 from triax.data.chat.tool import Tool, check_tools
@@ -29,6 +30,8 @@ class Image:
     height: int
     num_tokens: int
     """Slots that the vision tower fills."""
+    number: int = field(default=0, compare=False)
+    """Place among the pictures of the conversation, in the order of its messages; `read_messages` sets it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +85,28 @@ def read_messages(messages: Sequence[Any], images: Sequence[Image] = ()) -> list
         message if isinstance(message, Message) else _read(message, f"messages[{number}]", pictures)
         for number, message in enumerate(messages)
     ]
+    read = _number_pictures(read)
     if left := len(list(pictures)):
         raise DataError(
             f"images: more are given than the messages have; found `{left}` too many; give one for each image part"
         )
     return read
+
+
+def _number_pictures(messages: list[Message]) -> list[Message]:
+    """Tell each picture its place, since a renderer may bring messages into another order."""
+    numbers = count()
+    return [
+        replace(
+            message,
+            content=tuple(
+                replace(part, number=next(numbers)) if isinstance(part, Image) else part for part in message.content
+            ),
+        )
+        if any(isinstance(part, Image) for part in message.content)
+        else message
+        for message in messages
+    ]
 
 
 def _read(message: object, where: str, pictures: Iterator[Image]) -> Message:

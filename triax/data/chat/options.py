@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from triax.data.chat.tool import Tool, check_tools
 from triax.errors import DataError
@@ -12,6 +12,7 @@ NEAREST_EFFORT = {"minimal": "low", "medium": "high", "xhigh": "max"}
 DEFAULT_EFFORT = "max"
 CHOICES = ("auto", "required", "none")
 FORMATS = ("text", "json_object", "json_schema")
+KEEPS = ("all",)
 THINKING_FIELDS = ("type", "keep", "effort")
 
 
@@ -28,6 +29,8 @@ class Options:
     """Whether the model reasons first; past reasoning is shown only then."""
     effort: str | None = None
     """How much to think: low, high or max; None says nothing to the model."""
+    keep: Literal["last", "all"] = "all"
+    """Earlier reasoning shown again; K3 knows `all` only, K2 also what follows the last answer without calls."""
     tool_choice: str = "auto"
     """auto, required or none."""
     response_format: Mapping[str, Any] | None = None
@@ -47,14 +50,19 @@ class Options:
         return _schema(self.response_format["json_schema"])
 
 
-def request_options(request: Mapping[str, Any]) -> Options:
+def request_options(request: Mapping[str, Any], keeps: Sequence[str] = KEEPS) -> Options:
     """Read the options of a chat request.
 
     `thinking.type`, `enable_thinking`, or `reasoning_effort` none switch thinking off, the first that is given
-    decides; `thinking.effort` goes before `reasoning_effort`; without either the effort is max.
+    decides; `thinking.effort` goes before `thinking_effort` and this before `reasoning_effort`; without any the effort
+    is max. `thinking.keep` goes before `preserve_thinking`, whose true means all; neither matters without thinking.
+
+    Args:
+        request: The fields.
+        keeps: What the model can show of earlier reasoning, by default first: `last` or `all`.
 
     Raises:
-        DataError: A field has a value that K3 does not know.
+        DataError: A field has a value that the model does not know.
     """
     thinking = request.get("thinking")
     if isinstance(thinking, bool) or thinking is None:
@@ -64,9 +72,12 @@ def request_options(request: Mapping[str, Any]) -> Options:
         raise DataError(f"thinking: must be an object of type, keep and effort; found `{found}`; leave it out")
     if (kind := thinking.get("type", "enabled")) not in ("enabled", "disabled"):
         raise DataError(f"thinking.type: not a mode; found `{kind!r}`; use enabled or disabled")
-    if (keep := thinking.get("keep") or "all") != "all":
-        raise DataError(f"thinking.keep: K3 keeps all earlier reasoning; found `{keep!r}`; use all or leave it out")
-    effort = thinking.get("effort") or request.get("reasoning_effort")
+    efforts = {
+        "thinking.effort": thinking.get("effort"),
+        "thinking_effort": request.get("thinking_effort"),
+        "reasoning_effort": request.get("reasoning_effort"),
+    }
+    where, effort = next(((name, value) for name, value in efforts.items() if value), ("reasoning_effort", None))
     if "type" in thinking:
         on = kind == "enabled"
     elif request.get("enable_thinking") is not None:
@@ -76,18 +87,34 @@ def request_options(request: Mapping[str, Any]) -> Options:
     return Options(
         tools=check_tools(request.get("tools")),
         thinking=on,
-        effort=_check_effort(DEFAULT_EFFORT if effort in (None, "none") else effort) if on else None,
+        effort=_check_effort(DEFAULT_EFFORT if effort in (None, "none") else effort, where) if on else None,
+        keep=_keep(thinking.get("keep"), request.get("preserve_thinking"), keeps) if on else "all",
         tool_choice=_check_choice(request.get("tool_choice") or "auto"),
         response_format=_check_format(request.get("response_format")),
     )
 
 
-def _check_effort(effort: object) -> str | None:
+def _keep(keep: object, preserve: object, keeps: Sequence[str]) -> Literal["last", "all"]:
+    name = "thinking.keep"
+    if not keep and preserve is not None:
+        name, keep = "preserve_thinking", "all" if preserve else "last"
+    chosen = keep or keeps[0]
+    if chosen == "last" and chosen in keeps:
+        return "last"
+    if chosen == "all":
+        return "all"
+    asked = keep if name == "thinking.keep" else preserve
+    if keeps == KEEPS:
+        raise DataError(f"{name}: K3 keeps all earlier reasoning; found `{asked!r}`; use all or leave it out")
+    raise DataError(f"{name}: not known; found `{asked!r}`; use {' or '.join(keeps)}")
+
+
+def _check_effort(effort: object, where: str = "reasoning_effort") -> str | None:
     if effort is None or (isinstance(effort, str) and effort in EFFORTS):
         return effort
     nearest = NEAREST_EFFORT.get(str(effort))
     raise DataError(
-        f"reasoning_effort: not supported; found `{effort}`; use "
+        f"{where}: not supported; found `{effort}`; use "
         + (f"{nearest}, the nearest of low, high and max" if nearest else "low, high or max")
     )
 

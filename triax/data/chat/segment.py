@@ -37,6 +37,8 @@ class Segment:
     """Whether the model must produce it: counted by the loss."""
     count: int = 1
     """How often a control token repeats (the slots of an image)."""
+    picture: int | None = None
+    """Which picture of the conversation fills the slots, where these are slots."""
 
 
 class Prompt(NamedTuple):
@@ -47,6 +49,8 @@ class Prompt(NamedTuple):
     """For each token, whether the loss counts it."""
     num_opener: int = 0
     """Tokens at the end that open the section the model writes in."""
+    pictures: tuple[int, ...] = ()
+    """The pictures in the order of their slots, each by its place among those of the messages as they were given."""
 
     @property
     def num_billed(self) -> int:
@@ -62,6 +66,11 @@ def text(words: str) -> list[Segment]:
 def control(name: str, count: int = 1) -> Segment:
     """Return a control token, repeated `count` times."""
     return Segment(name, control=True, count=count)
+
+
+def slots(picture: int, count: int) -> Segment:
+    """Return the slots of a picture, which the vision tower fills."""
+    return Segment("<|media_pad|>", control=True, count=count, picture=picture)
 
 
 def train(segments: Iterable[Segment]) -> list[Segment]:
@@ -103,4 +112,5 @@ def encode(segments: Sequence[Segment], tokenizer: ChatTokenizer, num_opener: in
             piece = tokenizer.encode_ordinary(segment.text)
         ids += piece
         trained += [segment.trained] * len(piece)
-    return Prompt(ids, trained, len(ids) - start if num_opener else 0)
+    pictures = tuple(segment.picture for segment in segments if segment.picture is not None)
+    return Prompt(ids, trained, len(ids) - start if num_opener else 0, pictures)

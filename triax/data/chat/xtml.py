@@ -12,7 +12,7 @@ from typing import Any
 
 from triax.data.chat.message import Image, Message, ToolCall, answers, read_messages
 from triax.data.chat.options import Options
-from triax.data.chat.segment import ChatTokenizer, Prompt, Segment, control, encode, text, train
+from triax.data.chat.segment import ChatTokenizer, Prompt, Segment, control, encode, slots, text, train
 from triax.data.chat.tool import compact, sort_keys
 from triax.errors import DataError
 
@@ -163,7 +163,7 @@ def _content(message: Message) -> list[Segment]:
     for part in message.content:
         if isinstance(part, Image):
             pieces += [control("<|media_begin|>"), *text(f"image {part.width}x{part.height}")]
-            pieces += [control("<|media_content|>"), control("<|media_pad|>", part.num_tokens)]
+            pieces += [control("<|media_content|>"), slots(part.number, part.num_tokens)]
             pieces += [control("<|media_end|>")]
         else:
             pieces += text(part)

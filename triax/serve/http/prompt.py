@@ -20,7 +20,8 @@ from triax.serve.http.schema_size import check_size
 from triax.serve.request import MediaItem, Request, Sampling, Structure
 
 MAX_IMAGES = 64
-KWARGS = ("thinking", "enable_thinking", "reasoning_effort")
+KWARGS = ("thinking", "enable_thinking", "preserve_thinking", "thinking_effort", "reasoning_effort")
+SYNONYMS = {"enable_thinking": "thinking", "reasoning_effort": "thinking_effort"}
 ENDS = {"k3": chat.xtml.END, "k2": chat.k2.END}
 
 
@@ -65,7 +66,7 @@ def prepare_chat(model: Model, fields: ChatRequest, extra: Mapping[str, Any]) ->
         "response_format": fields.response_format,
     }
     wish |= _template_wish(extra.get("chat_template_kwargs"), wish)
-    options = chat.request_options(wish)
+    options = chat.request_options(wish, keeps=("all",) if model.format == "k3" else ("last", "all"))
     if options.tool_choice == "required" and not tools:
         raise refuse("tool_choice: there is nothing to call; found `required` without tools; declare tools")
     messages = [message.model_dump(exclude_none=True) for message in fields.messages]
@@ -82,7 +83,7 @@ def prepare_chat(model: Model, fields: ChatRequest, extra: Mapping[str, Any]) ->
             return chat.xtml_parser(tokenizer, thinking=options.thinking, num_calls=num_calls)
     else:
         opened = options.thinking and model.slot_token is not None  # K2.5 opens thinking in the prompt, K2 does not
-        told = chat.K2Options(tools=options.tools, thinking=options.thinking, open_think=opened)
+        told = chat.K2Options(options.tools, options.thinking, options.keep, opened)
         prompt = chat.k2.prompt(tokenizer, messages, told, images)
 
         def parser() -> Parser:
@@ -92,7 +93,7 @@ def prepare_chat(model: Model, fields: ChatRequest, extra: Mapping[str, Any]) ->
         prompt.ids,
         prompt.num_billed,
         options.thinking,
-        media_of(pictures, prompt.ids, model.slot_token),
+        media_of([pictures[number] for number in prompt.pictures], prompt.ids, model.slot_token),
         borders_of(prompt.ids, tokenizer.control[ENDS[model.format]], fields.messages, num_notes),
         structure_of(model, options, tools, fields.tool_choice),
         parser,
@@ -105,10 +106,12 @@ def _template_wish(given: object, wish: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(given, Mapping) or (strange := sorted(set(given) - set(KWARGS))):
         found = strange if isinstance(given, Mapping) else given
         raise refuse(f"chat_template_kwargs: not known; found `{found}`; use {', '.join(KWARGS)}")
-    if not isinstance(given.get("enable_thinking"), bool | None):
-        found = f"`{given['enable_thinking']!r}`"
-        raise refuse(f"chat_template_kwargs.enable_thinking: must be true or false; found {found}; correct it")
-    return {name: value for name, value in given.items() if wish.get(name) is None}
+    for name in ("enable_thinking", "preserve_thinking"):
+        if not isinstance(given.get(name), bool | None):
+            raise refuse(f"chat_template_kwargs.{name}: must be true or false; found `{given[name]!r}`; correct it")
+    said = {name for name in KWARGS if wish.get(name) is not None}  # the body's own fields go before the template's
+    said |= {other for name, other in SYNONYMS.items() if name in said}
+    return {name: value for name, value in given.items() if name not in said}
 
 
 def check_messages(messages: Sequence[Message]) -> None:
@@ -241,7 +244,7 @@ def _bytes_of(url: str | None, where: str) -> bytes:
 
 
 def media_of(pictures: Sequence[Any], tokens: list[int], slot: int | None) -> tuple[MediaItem, ...]:
-    """Return the pictures with their places among the tokens."""
+    """Return the pictures, given in the order of their slots, with their places among the tokens."""
     items: list[MediaItem] = []
     start = 0
     for picture in pictures:
