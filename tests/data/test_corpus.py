@@ -69,3 +69,20 @@ def test_learning_reads_at_most_the_bytes_it_may():
     assert [len(text.encode()) for text in texts] == [20, 20, 4]
     assert "".join(within(documents, 1000)) == "é" * 90
     assert list(within(documents, 20)) == ["é" * 10]
+
+
+def test_f65_copies_of_held_out_text_in_the_training_text_are_told(tmp_path):
+    rows = [{"text": f"row {n % 20}"} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"text": null}\n')
+    settings = config.Data(sources=(config.Jsonl(path=tmp_path / "rows.jsonl"),), held_out_share=0.2)
+    corpus = Corpus.read(settings)
+    learned = {document.text for source in corpus.training for document in source}
+    copies = sum(document.text in learned for document in corpus.held_out)
+    assert copies
+    empty, copied = corpus.notes
+    assert empty == "data.sources.0 (jsonl): 1 of 41 documents are empty or null and are left out"
+    assert copied.startswith(f"held-out text: {copies} of {len(corpus.held_out)} documents stand in the training text")
+
+
+def test_f65_text_without_copies_has_no_notes(settings):
+    assert [note for note in Corpus.read(settings).notes if "held-out" in note] == []

@@ -97,6 +97,19 @@ def test_another_seed_mixes_and_orders_otherwise():
     assert [spelled(next(loader(seed=0))) for _ in range(1)] != [spelled(next(loader(seed=1))) for _ in range(1)]
 
 
+@pytest.mark.parametrize("sizes", [((99, 120), (130, 70)), ((9, 3, 14, 1), (7, 7, 20))])
+def test_the_seed_decides_which_source_a_row_is_from(sizes):
+    """Not only the order of documents: with the draws alone compared, two seeds must still differ."""
+
+    def sources(seed):
+        running = loader(seed, sizes=sizes, weights=(1.0, 1.0))
+        rows = [next(running) for _ in range(20)]
+        return [[max(row) > 1000 for row in batch.tokens.view(2, 5).tolist()] for batch in rows]
+
+    assert sources(0) == sources(0)
+    assert len({str(sources(seed)) for seed in range(5)}) == 5
+
+
 def test_epochs_count_how_often_each_source_was_read():
     running = loader(sizes=((9,),), seq_len=5, micro_tokens=10)
     next(running)

@@ -117,6 +117,14 @@ def test_each_epoch_and_each_seed_has_an_order_of_its_own():
     assert first != [other[n].tolist()[1] for n in range(in_epoch)]
 
 
+def test_each_epoch_orders_the_documents_anew():
+    """Rows hold ten whole documents each, so an order of rows alone would leave documents together for ever."""
+    rows = Rows(stream_of([1] * 60), 20, [0])
+    epochs = [{frozenset(rows[6 * epoch + n][:-1].tolist()) for n in range(6)} for epoch in range(3)]
+    assert not epochs[0] & epochs[1]
+    assert not epochs[1] & epochs[2]
+
+
 def test_a_long_document_does_not_fill_rows_one_after_another():
     rows = Rows(stream_of([999, 999]), 10, [0])
     documents = [int(rows[n][1] > 1100) for n in range(100)]

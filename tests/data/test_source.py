@@ -1,7 +1,13 @@
+import bz2
+import gzip
 import importlib
 import json
+import lzma
 import sys
 
+import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from triax.config import data as config
@@ -109,8 +115,6 @@ def test_a_bad_line_of_jsonl_is_named_by_file_and_number(tmp_path, line, what):
 
 @pytest.mark.parametrize("source", [config.Jsonl, config.Parquet])
 def test_a_missing_file_and_a_folder_without_files_are_named(tmp_path, source):
-    if source is config.Parquet:
-        pytest.importorskip("pyarrow")
     with pytest.raises(DataError, match=r"no such file or folder"):
         read(source(path=tmp_path / "none"))
     with pytest.raises(DataError, match=f"no `\\*.{source.model_fields['kind'].default}` file in this folder"):
@@ -118,10 +122,7 @@ def test_a_missing_file_and_a_folder_without_files_are_named(tmp_path, source):
 
 
 def write_parquet(path, **columns):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    import pyarrow
-
-    parquet.write_table(pyarrow.table(columns), path)
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
 
 
 def test_parquet_gives_one_document_a_row(tmp_path):
@@ -145,7 +146,6 @@ def test_parquet_without_the_column_or_with_another_type_or_damaged_is_named(tmp
 
 @pytest.fixture
 def data_set(tmp_path):
-    datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"text": ["one", "", "drei"], "id": [1, 2, 3]})
     datasets.DatasetDict({"train": rows}).save_to_disk(str(tmp_path / "saved"))
     return str(tmp_path / "saved")
@@ -178,3 +178,62 @@ def test_a_missing_optional_library_says_how_to_get_it(monkeypatch, library, sou
     importlib.invalidate_caches()
     with pytest.raises(DataError, match=r"pip install 'triax\[data\]'"):
         read(source)
+
+
+ROWS = b'{"text": "one"}\n{"text": "two"}\n'
+
+
+def compressed(ending: str, data: bytes = ROWS) -> bytes:
+    if ending == ".zst":
+        sink = pyarrow.BufferOutputStream()
+        with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+            stream.write(data)
+        return sink.getvalue().to_pybytes()
+    return {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}[ending](data)
+
+
+@pytest.mark.parametrize("ending", [".gz", ".bz2", ".xz", ".zst"])
+def test_f28_compressed_jsonl_is_read_and_named_as_the_plain_file(tmp_path, ending):
+    (tmp_path / f"a.jsonl{ending}").write_bytes(compressed(ending))
+    assert read(config.Jsonl(path=tmp_path)).documents == (Document("a.jsonl:1", "one"), Document("a.jsonl:2", "two"))
+    assert read(config.Jsonl(path=tmp_path / f"a.jsonl{ending}")) == read(config.Jsonl(path=tmp_path))
+
+
+@pytest.mark.parametrize("ending", [".gz", ".bz2", ".xz", ".zst"])
+def test_f28_joined_and_damaged_compressed_files(tmp_path, ending):
+    path = tmp_path / f"a.txt{ending}"
+    path.write_bytes(compressed(ending) * 2)
+    pattern = config.Folder(path=tmp_path, pattern=f"*{ending}")
+    assert read(pattern).documents == (Document("a.txt", 2 * ROWS.decode()),)
+    path.write_bytes(compressed(ending)[:-5])
+    assert "(damaged compressed data: " in folder_error(tmp_path, pattern=f"*{ending}")
+
+
+def test_f28_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + ROWS + b"\xef\xbb\xbf" + ROWS)
+    assert [document.text for document in read(config.Jsonl(path=tmp_path)).documents] == ["one", "two"] * 2
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone")
+    assert read(config.Folder(path=tmp_path)).documents == (Document("a.txt", "one"),)
+
+
+def test_f28_utf_16_is_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes("one".encode("utf-16"))
+    assert f"`{tmp_path}/a.txt` (UTF-16)" in folder_error(tmp_path)
+
+
+def test_f65_what_is_passed_over_is_told(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(ROWS + b'{"text": null}\n{"text": ""}\n')
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(ROWS))
+    (tmp_path / "readme.md").touch()
+    found = read(config.Jsonl(path=tmp_path))
+    assert [document.name for document in found.documents] == ["a.jsonl:1", "a.jsonl:2"]
+    assert found.notes == (
+        "`a.jsonl.gz` left out: the same file lies beside it in another form",
+        "`readme.md` not read: only files that end in `.jsonl` are",
+        "2 of 4 documents are empty or null and are left out",
+    )
+
+
+def test_f65_text_without_oddities_has_no_notes(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(ROWS)
+    assert read(config.Jsonl(path=tmp_path)).notes == ()

@@ -51,6 +51,24 @@ def test_a_lone_document_is_learned_from_if_another_source_can_be_held_out():
     assert len(sides.held_out) == 1
 
 
-def test_one_document_alone_cannot_be_split():
-    with pytest.raises(DataError, match="found `1` documents in `1` sources; give a source with several documents"):
-        split([documents("lone")], 0.06)
+@given(st.text(alphabet="ab \n", min_size=2, max_size=300), st.floats(0.01, 0.99))
+def test_f57_the_tail_of_a_lone_document_is_held_out(text, share):
+    sides = split([[Document("lone", text)]], share)
+    ((head,),), (tail,) = sides.training, sides.held_out
+    assert head.text + tail.text == text
+    assert head.text
+    assert tail.text
+
+
+def test_f57_the_tail_has_about_the_share_and_begins_at_a_line():
+    text = "".join(f"line {n}\n" for n in range(1000))
+    sides = split([[Document("a", text)], [Document("b", text)]], 0.06)
+    for (head,), tail in zip(sides.training, sides.held_out, strict=True):
+        assert len(tail.text) == pytest.approx(0.06 * len(text), abs=9)
+        assert head.text.endswith("\n")
+        assert tail.name == f"{head.name} (tail)"
+
+
+def test_one_character_alone_cannot_be_split():
+    with pytest.raises(DataError, match="found `1` documents of one character; give more text"):
+        split([[Document("lone", "x")]], 0.06)

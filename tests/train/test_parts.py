@@ -1,10 +1,15 @@
 """What a run is made of, from its recipe."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from triax.config.load import load_recipe
+from triax.data.mixture import Part
+from triax.data.pack import TokenStream
 from triax.train.loop import train
-from triax.train.parts import build, reporter
+from triax.train.parts import build, repetitions, reporter
 
 TOWER = "model.vision={width = 16, num_layers = 1, num_heads = 2, head_dim = 8, mlp_dim = 16, slot_token = 319}"
 
@@ -43,3 +48,24 @@ def test_how_far_a_text_is_on_its_way_to_tokens_is_told_now_and_then():
     seldom = reporter(said.append, every_s=3600.0)
     seldom(500, 1000)
     assert len(said) == 1
+
+
+def test_f65_a_text_read_many_times_is_told():
+    tokens, starts = np.zeros(100, np.uint16), np.array([0, 100])
+    part = Part("notes", TokenStream(tokens, starts, np.array([99]), border=0))
+    assert repetitions([part], 400) == []
+    (line,) = repetitions([part], 3700)
+    assert line.startswith("notes is read 37.0 times in 3.7k tokens; after about 4 readings")
+    more = replace(part, name="more", weight=3.0)
+    assert [line.split(" in ")[0] for line in repetitions([part, more], 800)] == ["more is read 6.0 times"]
+
+
+def test_f65_notes_of_the_text_are_said_before_it_is_read(recipe, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": null}\n' + '{"text": "a part of a line is here, and another part of a line"}\n' * 200)
+    words = f"data.sources=[{{kind='jsonl', path='{rows}'}}]"
+    said = []
+    build(load_recipe("nano", [words, "data.tokenizer.vocab_size=270", "train.tokens=102400"]), tmp_path, said.append)
+    assert "text: data.sources.0 (jsonl): 1 of 201 documents are empty or null and are left out" in said
+    assert any(line.startswith("text: held-out text: ") for line in said)
+    assert any(line.startswith("text: data.sources.0 (jsonl) is read ") for line in said)

@@ -1,6 +1,8 @@
 """The extra sinks are tried with the real packages: what they wrote is read back."""
 
 import pytest
+import wandb
+from tensorboard.backend.event_processing import event_accumulator as events
 
 from triax.errors import ConfigError
 from triax.train.metrics import TensorBoard, WeightsAndBiases
@@ -9,7 +11,6 @@ STEPS = [{"train/loss": 2.5, "router/load_cv_per_layer": [0.1, 0.2]}, {"train/lo
 
 
 def test_tensorboard_reads_back_every_number_and_forgets_the_steps_after_a_resume(tmp_path):
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     first = TensorBoard(tmp_path)
     for step, metrics in enumerate([*STEPS, {"train/loss": 9.0}], start=1):
         first.write(step, metrics)
@@ -24,7 +25,6 @@ def test_tensorboard_reads_back_every_number_and_forgets_the_steps_after_a_resum
 
 
 def test_weights_and_biases_keeps_a_run_offline(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     sink = WeightsAndBiases("triax", tmp_path, {"model": {"width": 8}})
@@ -37,7 +37,6 @@ def test_weights_and_biases_keeps_a_run_offline(tmp_path, monkeypatch):
 
 
 def test_weights_and_biases_without_a_login_is_refused_with_the_remedy(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
 
     def init(**options):  # as the real one ends without a key, which is asked for once in a process only
         raise wandb.errors.UsageError("No API key configured. Use `wandb login` to log in.")

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from triax.config import data as config
 from triax.data.mixture import Part
 from triax.data.pack import TokenStream, encode
 from triax.data.source import Document, read
-from triax.data.split import draw, split
+from triax.data.split import Split, draw, split
 from triax.data.tokenizer import Tokenizer
 
 
@@ -25,6 +26,8 @@ class Corpus:
     """Documents to be measured on."""
     num_empty: int
     """Files or rows without text, left out."""
+    notes: tuple[str, ...] = ()
+    """What a person should know of the text, one line each."""
 
     @classmethod
     def read(cls, settings: config.Data) -> "Corpus":
@@ -35,12 +38,15 @@ class Corpus:
         """
         found = [read(source) for source in settings.sources]
         sides = split([source.documents for source in found], settings.held_out_share)
+        names = tuple(f"data.sources.{n} ({source.kind})" for n, source in enumerate(settings.sources))
+        notes = [f"{name}: {note}" for name, source in zip(names, found, strict=True) for note in source.notes]
         return cls(
-            names=tuple(f"data.sources.{n} ({source.kind})" for n, source in enumerate(settings.sources)),
+            names=names,
             weights=tuple(source.weight for source in settings.sources),
             training=sides.training,
             held_out=sides.held_out,
             num_empty=sum(source.num_empty for source in found),
+            notes=(*notes, *_copies(sides)),
         )
 
     def tokenizer(self, settings: config.Tokenizer) -> Tokenizer:
@@ -72,6 +78,23 @@ class Corpus:
             streams.append(encode(side, tokenizer, step))
         parts = zip(self.names, streams, self.weights, strict=False)
         return tuple(Part(name, stream, weight) for name, stream, weight in parts), streams[-1]
+
+
+def _copies(sides: Split) -> list[str]:
+    """Tell of held-out documents whose text is learned from too."""
+    wanted = {_digest(document) for document in sides.held_out}
+    learned = wanted & {_digest(document) for source in sides.training for document in source}
+    copies = sum(_digest(document) in learned for document in sides.held_out)
+    if not copies:
+        return []
+    return [
+        f"held-out text: {copies} of {len(sides.held_out)} documents stand in the training text too, word for word: "
+        "what is measured on them is memory; remove the copies"
+    ]
+
+
+def _digest(document: Document) -> bytes:
+    return blake2b(document.text.encode(), digest_size=16).digest()
 
 
 def within(documents: Iterable[Document], num_bytes: int) -> Iterator[str]:

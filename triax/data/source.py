@@ -1,9 +1,14 @@
 """Where documents come from: the standard library, folders, JSONL, Parquet, data sets of `datasets`."""
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+import zlib
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +22,8 @@ EXCLUDED_FOLDERS = frozenset(
     | {"encodings"}  # generated tables, an eighth of all bytes, so alike that a held-out one was learned from its twin
 )
 EXCLUDED_PREFIX = "_sysconfigdata"  # written by the build of the interpreter: paths of one machine
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+BYTE_ORDER_MARK = "\ufeff"  # an editor's signature, no part of the text
 NAMED_PROBLEMS = 3  # bad files that an error spells out; the rest are counted
 
 
@@ -33,6 +40,8 @@ class Documents(NamedTuple):
     documents: tuple[Document, ...]
     num_empty: int
     """Files or rows without text, left out."""
+    notes: tuple[str, ...] = ()
+    """What was passed over, one line each."""
 
 
 def read(source: config.Source) -> Documents:
@@ -41,15 +50,20 @@ def read(source: config.Source) -> Documents:
     Raises:
         DataError: The source is missing, holds something that is not text, or has nothing left to read.
     """
+    notes: tuple[str, ...] = ()
     match source:
         case config.StandardLibrary():
             where, pairs = "the standard library", _read_files(standard_library(), standard_library_files())
         case config.Folder():
-            where, pairs = str(source.path), _read_files(*_folder_files(source))
+            root, files, notes = _folder_files(source)
+            where, pairs = str(source.path), _read_files(root, files)
         case config.Jsonl():
-            where, pairs = str(source.path), _read_jsonl(source)
+            root, files, notes = _files_of_kind(source.path, ".jsonl")
+            where, pairs = str(source.path), _read_jsonl(root, files, source.field)
         case config.Parquet():
-            where, pairs = str(source.path), _read_parquet(source)
+            _extra("pyarrow.parquet")  # said before anything is looked for
+            root, files, notes = _files_of_kind(source.path, ".parquet")
+            where, pairs = str(source.path), _read_parquet(root, files, source.field)
         case config.HuggingFace():
             where, pairs = source.name, _read_data_set(source)
     read_all = [Document(name, text) for name, text in pairs]
@@ -57,7 +71,9 @@ def read(source: config.Source) -> Documents:
     num_empty = len(read_all) - len(documents)
     if not documents:
         raise DataError(f"{where}: no text to read; found `{num_empty}` documents, all empty; name a source with text")
-    return Documents(documents, num_empty)
+    if num_empty and not isinstance(source, config.StandardLibrary):  # its empty files say nothing of one's own text
+        notes = (*notes, f"{num_empty} of {len(read_all)} documents are empty or null and are left out")
+    return Documents(documents, num_empty, notes)
 
 
 def standard_library() -> Path:
@@ -84,7 +100,29 @@ def _in_order(root: Path, files: list[Path]) -> list[Path]:
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
-def _folder_files(source: config.Folder) -> tuple[Path, list[Path]]:
+def _name(root: Path, path: Path) -> str:
+    """Return what a file is known by; compressing it does not move it to the other side of the held-out split."""
+    return (path.with_suffix("") if path.suffix in COMPRESSED else path).relative_to(root).as_posix()
+
+
+def _without_twins(root: Path, files: Sequence[Path]) -> tuple[list[Path], tuple[str, ...]]:
+    """Leave out a compressed file that lies beside the same file in another form."""
+    chosen: dict[str, Path] = {}
+    for path in sorted(files, key=lambda path: path.suffix in COMPRESSED):
+        chosen.setdefault(_name(root, path), path)
+    kept = set(chosen.values())
+    twins = [path.relative_to(root).as_posix() for path in files if path not in kept]
+    note = f"{_some(twins)} left out: the same file lies beside it in another form"
+    return [path for path in files if path in kept], (note,) if twins else ()
+
+
+def _some(names: Sequence[str]) -> str:
+    """Name a few and count the rest."""
+    more = len(names) - NAMED_PROBLEMS
+    return ", ".join(f"`{name}`" for name in names[:NAMED_PROBLEMS]) + (f" and {more} more" if more > 0 else "")
+
+
+def _folder_files(source: config.Folder) -> tuple[Path, list[Path], tuple[str, ...]]:
     root = source.path.expanduser()
     if root.is_file():
         raise DataError(
@@ -105,14 +143,14 @@ def _folder_files(source: config.Folder) -> tuple[Path, list[Path]]:
             f"{root}: no file matches `{source.pattern}`; found files that end in `{', '.join(endings) or 'nothing'}`; "
             "change the pattern of the source"
         )
-    return root, files
+    return root, *_without_twins(root, files)
 
 
 def _read_files(root: Path, files: Sequence[Path]) -> Iterator[tuple[str, str]]:
     problems = []
     for path in files:
         try:
-            yield path.relative_to(root).as_posix(), _text_of(path)
+            yield _name(root, path), _text_of(path)
         except DataError as problem:
             problems.append(str(problem))
     if problems:
@@ -126,28 +164,65 @@ def _read_files(root: Path, files: Sequence[Path]) -> Iterator[tuple[str, str]]:
 
 
 def _text_of(path: Path) -> str:
-    """Return the text of a file byte for byte, line ends included."""
+    """Return the text of a file byte for byte, line ends included; without compression and byte-order mark."""
     try:
         raw = path.read_bytes()
     except OSError as problem:
         raise DataError(f"`{path}` ({problem.strerror})") from None
+    raw = _decompressed(path, raw)
+    if raw.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+        raise DataError(f"`{path}` (UTF-16)")
     if (offset := raw.find(b"\0")) >= 0:
         raise DataError(f"`{path}` (a NUL byte at offset {offset})")
     try:
-        return raw.decode("utf-8")
+        return raw.decode("utf-8").removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as problem:
         raise DataError(f"`{path}` (byte {raw[problem.start]:#04x} at offset {problem.start})") from None
 
 
-def _files_of_kind(path: Path, ending: str) -> tuple[Path, list[Path]]:
+def _decompressed(path: Path, raw: bytes) -> bytes:
+    """Return what a compressed file holds, known by its first bytes; other bytes unchanged.
+
+    None of these beginnings is UTF-8 text but that of bzip2, which has ten letters.
+    """
+    beginnings: dict[bytes, Callable[[bytes], bytes]] = {
+        b"\x1f\x8b": gzip.decompress,
+        b"\xfd7zXZ\0": lzma.decompress,
+        b"\x28\xb5\x2f\xfd": _zstd,
+    }
+    if raw[:3] == b"BZh" and raw[4:10] == b"1AY&SY":
+        beginnings[raw[:10]] = bz2.decompress
+    for beginning, decompress in beginnings.items():
+        if raw.startswith(beginning):
+            try:
+                return decompress(raw)
+            except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as problem:
+                raise DataError(f"`{path}` (damaged compressed data: {problem})") from None
+    return raw
+
+
+def _zstd(raw: bytes) -> bytes:
+    arrow = _extra("pyarrow")
+    with arrow.CompressedInputStream(arrow.BufferReader(raw), "zstd") as stream:
+        return stream.read()
+
+
+def _files_of_kind(path: Path, ending: str) -> tuple[Path, list[Path], tuple[str, ...]]:
+    """Return the files of a path with this ending, compressed ones included, and what else lies there."""
     path = path.expanduser()
     if path.is_file():
-        return path.parent, [path]
+        return path.parent, [path], ()
     if not path.is_dir():
-        raise DataError(f"{path}: no such file or folder; found nothing at this path; correct the path of the source")
-    if files := _in_order(path, list(path.rglob(f"*{ending}"))):
-        return path, files
-    raise DataError(f"{path}: no `*{ending}` file in this folder; found none; correct the path of the source")
+        raise DataError(f"{path}: no such file or folder; correct the path of the source")
+    there = _in_order(path, [file for file in path.rglob("*") if file.is_file()])
+    files = [file for file in there if _name(path, file).endswith(ending)]
+    if not files:
+        raise DataError(f"{path}: no `*{ending}` file in this folder; correct the path of the source")
+    others = [file.relative_to(path).as_posix() for file in there if file not in files and file.name[0] != "."]
+    files, notes = _without_twins(path, files)
+    if others:
+        notes = (*notes, f"{_some(others)} not read: only files that end in `{ending}` are")
+    return path, files, notes
 
 
 def _row_text(where: str, field: str, value: object) -> str:
@@ -166,8 +241,7 @@ def _row_text(where: str, field: str, value: object) -> str:
     return value
 
 
-def _read_jsonl(source: config.Jsonl) -> Iterator[tuple[str, str]]:
-    root, files = _files_of_kind(source.path, ".jsonl")
+def _read_jsonl(root: Path, files: Sequence[Path], field: str) -> Iterator[tuple[str, str]]:
     for path in files:
         try:
             lines = _text_of(path).split("\n")  # not splitlines: U+2028 may stand inside a JSON string
@@ -175,10 +249,8 @@ def _read_jsonl(source: config.Jsonl) -> Iterator[tuple[str, str]]:
             raise DataError(f"{root}: not UTF-8 text; found {problem}; convert or remove the file") from None
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield (
-                    f"{path.relative_to(root).as_posix()}:{number}",
-                    _jsonl_text(f"{path}:{number}", line, source.field),
-                )
+                text = line.removeprefix(BYTE_ORDER_MARK)  # files with marks may have been joined
+                yield f"{_name(root, path)}:{number}", _jsonl_text(f"{path}:{number}", text, field)
 
 
 def _jsonl_text(where: str, line: str, field: str) -> str:
@@ -207,9 +279,8 @@ def _extra(module: str) -> Any:
         ) from None
 
 
-def _read_parquet(source: config.Parquet) -> Iterator[tuple[str, str]]:
+def _read_parquet(root: Path, files: Sequence[Path], field: str) -> Iterator[tuple[str, str]]:
     parquet = _extra("pyarrow.parquet")
-    root, files = _files_of_kind(source.path, ".parquet")
     for path in files:
         name = path.relative_to(root).as_posix()
         try:
@@ -217,12 +288,12 @@ def _read_parquet(source: config.Parquet) -> Iterator[tuple[str, str]]:
         except (OSError, ValueError) as problem:
             raise DataError(f"{path}: not a Parquet file; {problem}; replace or remove it") from None
         with table:
-            if source.field not in table.schema_arrow.names:
-                raise DataError(f"{path}: {_no_field(source.field, table.schema_arrow.names)}")
+            if field not in table.schema_arrow.names:
+                raise DataError(f"{path}: {_no_field(field, table.schema_arrow.names)}")
             number = 0
-            for batch in table.iter_batches(columns=[source.field]):
+            for batch in table.iter_batches(columns=[field]):
                 for value in batch.column(0).to_pylist():
-                    yield f"{name}:{number}", _row_text(f"{path}: row {number}", source.field, value)
+                    yield f"{name}:{number}", _row_text(f"{path}: row {number}", field, value)
                     number += 1
 
 

@@ -1,14 +1,14 @@
 """From a recipe to what a run is made of: text, tokenizer, rows, network, optimiser."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from triax.checkpoint.run import TOKENIZER
 from triax.config.train import Recipe
 from triax.data.corpus import Corpus
-from triax.data.mixture import PackedLoader
+from triax.data.mixture import PackedLoader, Part
 from triax.data.pack import TokenStream
 from triax.data.tokenizer import Tokenizer
 from triax.errors import ConfigError
@@ -20,6 +20,7 @@ from triax.optim.build import build as build_optimizer
 from triax.train.progress import duration, short
 
 TOLD_EVERY_S = 10.0
+USEFUL_READINGS = 4
 
 
 @dataclass
@@ -52,6 +53,8 @@ def build(recipe: Recipe, run_dir: Path, say: Callable[[str], None]) -> Parts:
     """
     device = device_of(recipe.train.device)
     corpus = Corpus.read(recipe.data)
+    for note in corpus.notes:
+        say(f"text: {note}")
     tokenizer = _tokenizer(corpus, recipe, run_dir / TOKENIZER, say)
     parts, held_out = corpus.encode(tokenizer, reporter(say))
     loader = PackedLoader(parts, recipe.data.seq_len, recipe.train.micro_tokens, recipe.train.seed)
@@ -61,6 +64,8 @@ def build(recipe: Recipe, run_dir: Path, say: Callable[[str], None]) -> Parts:
         f"text: {num_bytes / 1e6:.1f} MB, {short(num_tokens)} tokens to learn from, "
         f"{held_out.num_bytes / 1e6:.2f} MB held out"
     )
+    for note in repetitions(parts, recipe.train.tokens):
+        say(f"text: {note}")
     with device:
         model = Decoder(recipe.model)
     counted = sheet(recipe.model, recipe.data.seq_len)
@@ -70,6 +75,22 @@ def build(recipe: Recipe, run_dir: Path, say: Callable[[str], None]) -> Parts:
         say("vision: the text holds no pictures, so the tower is frozen: it costs no gradients and no optimiser state")
     optimizer = build_optimizer(model, recipe.optim)
     return Parts(corpus, tokenizer, loader, held_out, num_bytes / num_tokens, model, optimizer)
+
+
+def repetitions(parts: Sequence[Part], tokens: int) -> list[str]:
+    """Tell of sources that a run of this many tokens reads more often than repetition teaches.
+
+    Source: Muennighoff et al., "Scaling Data-Constrained Language Models" (2023): up to four readings teach about as
+    much as new text.
+    """
+    weight = sum(part.weight for part in parts)
+    times = {part.name: tokens * part.weight / weight / part.stream.num_tokens for part in parts}
+    return [
+        f"{name} is read {count:.1f} times in {short(tokens)} tokens; after about {USEFUL_READINGS} readings a text "
+        "teaches less and is learned by heart: give more text or fewer train.tokens"
+        for name, count in times.items()
+        if count > USEFUL_READINGS
+    ]
 
 
 def reporter(say: Callable[[str], None], every_s: float = TOLD_EVERY_S) -> Callable[[int, int], None]:
