@@ -9,14 +9,6 @@ from benchmarks.replay import CEILING, Time, milliseconds
 from triax.config.model import Moe
 from triax.model.router import Router
 
-
-class Choosing(Router):
-    """Takes the scores before the sigmoid for what it reads."""
-
-    def _logit(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
-
-
 SHAPES = {"K3": (896, 16, 8192), "64 experts": (64, 8, 16_384)}
 
 
@@ -24,16 +16,16 @@ def measure() -> Iterator[Time]:
     """Yield the choice alone, and with counts and gradient as in training; the logits' product is not in it."""
     for name, (num_experts, top_k, tokens) in SHAPES.items():
         moe = Moe(num_experts=num_experts, top_k=top_k, expert_dim=4, num_shared_experts=0)
-        router = Choosing(num_experts, moe).cuda()
+        router = Router(num_experts, moe).cuda()
         logit = torch.randn(tokens, num_experts, device="cuda", requires_grad=True)
         upstream = torch.randn(tokens, top_k, device="cuda")
 
         def learn(router: Router = router, logit: torch.Tensor = logit, upstream: torch.Tensor = upstream) -> None:
-            torch.autograd.grad(router(logit).share, logit, upstream)
+            torch.autograd.grad(router(logit, logit=logit).share, logit, upstream)
 
         def answer(router: Router = router, logit: torch.Tensor = logit) -> None:
             with torch.no_grad():
-                router(logit)
+                router(logit, logit=logit)
 
         pass_ms = tokens * num_experts * 4 / CEILING * 1e3
         for kind, work, floor in (("choice", answer, pass_ms), ("choice, counts, gradient", learn, 2 * pass_ms)):

@@ -6,12 +6,12 @@ import torch
 from triax.errors import UnsupportedError
 from triax.kernels.attention_residual import mix, reference
 
-pytest.importorskip("triton", reason="Triton is installed on x86 Linux only")
 ON_GPU = torch.cuda.is_available()
 
 
 @pytest.fixture(scope="module")
 def fused():
+    pytest.importorskip("triton", reason="Triton is installed on x86 Linux only")
     from triax.kernels.attention_residual import fused
 
     return fused

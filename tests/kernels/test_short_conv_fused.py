@@ -8,12 +8,12 @@ import torch
 from triax.errors import UnsupportedError
 from triax.kernels.short_conv import reference
 
-pytest.importorskip("triton", reason="Triton is installed on x86 Linux only")
 ON_GPU = torch.cuda.is_available()
 
 
 @pytest.fixture(scope="module")
 def fused():
+    pytest.importorskip("triton", reason="Triton is installed on x86 Linux only")
     from triax.kernels.short_conv import fused
 
     return fused

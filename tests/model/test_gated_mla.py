@@ -92,8 +92,11 @@ def test_the_largest_logit_is_the_true_maximum_over_training_forwards(settings, 
     layer.train()
     layer(hidden[:4], Layout.of([4]))
     torch.testing.assert_close(layer.largest_logit, expected[1])
+    layer.reset_largest_logit()
     layer(hidden, Layout.of([9]))
-    torch.testing.assert_close(layer.largest_logit, torch.maximum(*expected))
+    layer(hidden[:4], Layout.of([4]))  # the last forward alone has a smaller one
+    torch.testing.assert_close(layer.largest_logit, expected[0])
+    assert (expected[0] > expected[1]).any()
     assert not layer.largest_logit.requires_grad
     layer.reset_largest_logit()
     with torch.no_grad():
@@ -123,6 +126,30 @@ def test_shrinking_scales_the_logits_of_the_named_heads_and_no_bit_of_the_others
                 assert torch.equal(parameter[:, 8:], old[:, 8:])  # values
         else:
             assert torch.equal(parameter, before[name])
+    moved = {name for name, parameter in layer.named_parameters() if not torch.equal(parameter, before[name])}
+    own = layer.get_parameter(query).unflatten(0, (3, -1))[:, :8]  # the query's part that is no head's shared key
+    if alpha == 1:
+        assert moved == {query}, "all of the factor goes to the query"
+    if alpha == 0:
+        assert torch.equal(own, before[query].unflatten(0, (3, -1))[:, :8]), "all of the factor goes to the key"
+        assert "latent_up.weight" in moved
+
+
+@ALL
+def test_matrices_are_one_a_head_where_rows_belong_to_heads_and_keys_stand_apart_from_values(settings, layer_of):
+    layer = layer_of(settings)
+    head, rest = (
+        (settings.nope_dim + settings.rope_dim,),
+        {"latent_down.weight": (settings.kv_latent_dim + settings.rope_dim,)},
+    )
+    rest |= {"latent_up.weight": (settings.nope_dim, settings.value_dim), "output.weight": (layer.output.out_features,)}
+    if settings.output_gate:
+        rest |= {"gate.weight": (settings.value_dim,)}
+    if settings.q_latent_dim:
+        expected = rest | {"query_down.weight": (settings.q_latent_dim,), "query_up.weight": head}
+    else:
+        expected = rest | {"query.weight": head}
+    assert layer.matrices() == expected
 
 
 def test_training_gates_an_fp32_attention_output(layer_of):

@@ -92,6 +92,14 @@ def test_special_tensors_survive_a_cast_bit_for_bit(cast, layer_of):
     assert KDA(WIDTH, BOUNDED, 1e-5, 0.02).to(torch.bfloat16).load_state_dict(layer.float().state_dict())
 
 
+@pytest.mark.parametrize("settings", [BOUNDED, SOFTPLUS], ids=["bounded", "softplus"])
+def test_matrices_are_one_a_head_where_rows_belong_to_heads(settings, layer_of):
+    gates = ("gate",) if settings.output_gate == "full" else ("gate_down", "gate_up")
+    by_head = ("query", "key", "value", "decay_down", "decay_up", *gates)
+    expected = {f"{name}.weight": (settings.head_dim,) for name in by_head} | {"output.weight": (WIDTH,)}
+    assert layer_of(settings).matrices() == expected, "beta's rows are single heads, so it is no matrix"
+
+
 def test_a_lost_fp32_tensor_is_named(layer_of):
     model = torch.nn.Sequential(layer_of(BOUNDED).float())
     model[0].decay_bias.data = model[0].decay_bias.data.bfloat16()

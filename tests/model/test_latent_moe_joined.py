@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from triax.config.model import Moe, Situ
+from triax.kernels.linear import linear_fp32
 from triax.model.latent_moe import LatentMoe
 from triax.model.replay import record, replay
 
@@ -55,10 +56,13 @@ def test_casting_undoes_it_and_narrow_formats_on_a_cpu_do_without(dtype):
 
 
 def test_gradients_take_the_way_of_the_single_weights():
-    _, joined = twins()
-    joined(torch.randn(5, 32)).sum().backward()
-    assert joined.router.weight.grad.any()
-    assert joined.latent_down.weight.grad.any()
+    single, joined = twins()
+    hidden, weight = torch.randn(5, 32), torch.randn(5, 32)
+    for layer in (single, joined):
+        (layer(hidden) * weight).sum().backward()
+    for (name, expected), (_, found) in zip(single.named_parameters(), joined.named_parameters(), strict=True):
+        assert expected.grad.any(), name
+        torch.testing.assert_close(found.grad, expected.grad, msg=name)
 
 
 def test_autocast_does_not_round_the_scores_of_a_joined_layer():
@@ -96,6 +100,6 @@ def test_on_a_gpu_bf16_scores_come_in_fp32_out_of_one_product(tokens):
     hidden = torch.randn(tokens, 1024, device="cuda").bfloat16()
     logit, latent = joined._both(hidden)
     assert logit.dtype is torch.float32
-    torch.testing.assert_close(logit, single.router._logit(hidden), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logit, linear_fp32(hidden, single.router.weight), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(latent, single.latent_down(hidden), rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(joined(hidden), single(hidden), rtol=3e-2, atol=3e-2)
