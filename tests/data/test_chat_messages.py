@@ -124,7 +124,7 @@ def test_an_effort_that_k3_does_not_know_is_refused_with_the_nearest(effort):
 )
 def test_f07_k2_shows_as_much_earlier_reasoning_as_a_request_asks_for(request_, keep):
     assert request_options(request_, keeps=("last", "all")).keep == keep
-    with pytest.raises(DataError, match="thinking.keep: not known; found `'none'`; use last or all"):
+    with pytest.raises(DataError, match=r"thinking\.keep: not known; found `'none'`; use last or all"):
         request_options({"thinking": {"keep": "none"}}, keeps=("last", "all"))
 
 

@@ -19,14 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triax.checkpoint.forms import BLOCK, Form
+from triax.checkpoint.forms import BLOCK
 from triax.checkpoint.generation import generation_config
 from triax.checkpoint.header import DTYPES, SIZES, mapped, write_header
 from triax.checkpoint.plan import Output, Piece, Plan, Shard
 from triax.checkpoint.scan import INDEX, UNFINISHED
-from triax.checkpoint.values import read, read_rows
+from triax.checkpoint.values import encode, encode_like, read, read_rows
 from triax.errors import CheckpointError
-from triax.kernels.mx import fp8, int4, mxfp4
 
 COPIED_AT_ONCE = 2**25  # bytes
 UNPACKED_AT_ONCE = 2**23  # weights; a few times this many bytes are held by each worker
@@ -195,7 +194,10 @@ def _contents(output: Output, piece: Piece) -> Iterator[tuple[str, int, memoryvi
     for start in range(0, piece.rows, step):
         stop = min(piece.rows, start + step)
         values = read_rows(entry, piece.source_row + start, piece.source_row + stop, threads=1)
-        made = encode(output.form, values, DTYPES[output.parts[0].dtype])
+        if output.like is not None:
+            made = encode_like(output.like, values, piece.target_row + start)
+        else:
+            made = encode(output.form, values, DTYPES[output.parts[0].dtype])
         for part, content in zip(output.parts, made, strict=False):
             row = (piece.target_row + start) // (BLOCK if part.name.endswith("_scale_inv") else 1)
             yield part.name, row * part.shape[-1] * SIZES[part.dtype], _bytes(content)
@@ -211,17 +213,6 @@ def _same_bytes(output: Output, piece: Piece) -> bool:
     rows = piece.rows * output.spec.shape[-1] if len(output.pieces) > 1 else prod(output.spec.shape)
     is_whole = prod(stored.shape) == rows or len(piece.entry.spec.held) == 3
     return stored.dtype == output.parts[0].dtype and is_whole
-
-
-def encode(form: Form, values: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return what a file holds of some rows: the values in `dtype`, or codes and scales."""
-    if form == "plain":
-        return (values.to(dtype),)
-    if form == "mxfp4":
-        return mxfp4.quantize(values, threads=1)
-    if form == "fp8":
-        return fp8.quantize(values, threads=1)
-    return int4.quantize(values, threads=1)[:2]
 
 
 def _finish(plan: Plan, target: Path) -> None:

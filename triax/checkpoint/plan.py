@@ -12,12 +12,12 @@ from triax.checkpoint.account import OWN, Account, Entry, account
 from triax.checkpoint.collector import held_collector
 from triax.checkpoint.compose import compose
 from triax.checkpoint.cut import cut_settings, origin
-from triax.checkpoint.forms import Form, Part, fits, is_released_as, parts
-from triax.checkpoint.header import SIZES
+from triax.checkpoint.forms import FORMS, Form, Part, fits, is_released_as, parts
+from triax.checkpoint.header import SIZES, Stored
 from triax.checkpoint.names import TensorSpec, inventory, own_inventory
 from triax.checkpoint.published import carry
 from triax.checkpoint.quantization import announce, announced
-from triax.errors import CheckpointError
+from triax.errors import CheckpointError, ConfigError
 
 Target = Literal["bf16", "mxfp4", "fp8", "int4", "triax"]
 TARGETS: tuple[Target, ...] = get_args(Target)
@@ -43,6 +43,8 @@ class Output(NamedTuple):
     form: Form
     parts: tuple[Part, ...]
     pieces: tuple[Piece, ...]
+    like: Entry | None = None
+    """The packed weight whose codes and scales are kept where the values are still its."""
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +91,14 @@ class Plan:
 
 
 @held_collector()
-def make_plan(source: Path, to: Target, *, layers: range | None = None, shard_bytes: int = SHARD_BYTES) -> Plan:
+def make_plan(
+    source: Path,
+    to: Target,
+    *,
+    layers: range | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    like: Path | None = None,
+) -> Plan:
     """Read the headers of a folder of weights and lay out its conversion.
 
     Matrices that already have the wanted form keep it and their bytes, and what is plain beside them stays plain;
@@ -100,10 +109,12 @@ def make_plan(source: Path, to: Target, *, layers: range | None = None, shard_by
         to: The form to write.
         layers: Keep only these, renumbered from 0.
         shard_bytes: Size above which the next weight goes to a new file.
+        like: Weights in the wanted form that the source came from: the same matrices are packed, and what did not
+            change keeps its codes and scales.
 
     Raises:
-        ConfigError: The config cannot be used or has no such layers.
-        CheckpointError: The folder is not what its config says.
+        ConfigError: The config cannot be used or has no such layers, or the form has no codes to be like.
+        CheckpointError: The folder is not what its config says, or `like` holds another model or form.
     """
     ledger = account(source)
     settings = cut_settings(ledger.settings, layers, None)
@@ -113,16 +124,20 @@ def make_plan(source: Path, to: Target, *, layers: range | None = None, shard_by
     specs = own_inventory(settings) if to == "triax" else inventory(settings, family, multi_token=own_layer)
     form: Form = "plain" if to in ("bf16", "triax") else to
     forms = {entry.form for entry in ledger.entries.values()} - {"plain"}
-    outputs = [_output(spec, entries, layers, form, forms) for spec in specs]
+    model = None if like is None else _Like(account(like), form)
+    outputs = [_output(spec, entries, layers, form, forms, model) for spec in specs]
     keeps = layers is None and ledger.layout == "released" and to != "triax" and forms == ({form} - {"plain"})
     if keeps:  # the release's rotary tables go along, so that nothing is lost
-        outputs += [_copied(ledger, number) for number in range(len(ledger.aside))]
+        outputs += [_copied(stored) for stored in ledger.aside]
+    elif model is not None and layers is None:
+        outputs += [_copied(stored) for stored in model.ledger.aside]
     shards = _named(_cut(outputs, shard_bytes))
     name, config = _config(ledger, settings.model_dump(mode="json"), to, layers, forms)
     if to != "triax":
         packed = [output.spec for output in outputs if output.form != "plain"]
         plain = [output.spec for output in outputs if output.form == "plain"]
-        kept = announced(_read_json(source / "config.json")) if form in forms and ledger.layout == "released" else None
+        told_by = like if like is not None else source if form in forms and ledger.layout == "released" else None
+        kept = None if told_by is None else announced(_read_json(told_by / "config.json"))
         announce(config, form, packed, plain, kept)
     beside = [path for path in sorted(source.iterdir()) if _goes_along(path)]
     return Plan(
@@ -132,9 +147,51 @@ def make_plan(source: Path, to: Target, *, layers: range | None = None, shard_by
         name,
         config,
         tuple(beside),
-        _fingerprint(ledger, to, layers, shard_bytes),
-        tuple(ledger.notes),
+        _fingerprint(ledger, to, layers, shard_bytes, model),
+        (*ledger.notes, *_rounding(outputs)),
     )
+
+
+class _Like:
+    """Weights whose codes and scales are kept where nothing changed."""
+
+    def __init__(self, ledger: Account, form: Form) -> None:
+        if form == "plain":
+            raise ConfigError(
+                f"--like: keeps codes and scales; found a form without them; leave it out or convert to "
+                f"{', '.join(FORMS[1:])}"
+            )
+        found = sorted({entry.form for entry in ledger.entries.values()} - {"plain"})
+        if ledger.layout != "released" or found != [form]:
+            raise CheckpointError(
+                f"{ledger.folder}: holds no weights in {form} to be like; found {', '.join(found) or 'plain ones'}; "
+                "name the release that the weights came from"
+            )
+        self.ledger = ledger
+        self.entries = {(entry.spec.ours, entry.spec.index): entry for entry in ledger.entries.values()}
+
+    def of(self, spec: TensorSpec, ours: str) -> Entry | None:
+        """Return the weight; none for the extra prediction layer, which releases leave out."""
+        entry = self.entries.get((ours, spec.index))
+        if ours.startswith("multi_token.") and entry is None:
+            return None
+        if entry is None or entry.spec.held != spec.held:
+            found = "none" if entry is None else f"{list(entry.spec.held)} where {list(spec.held)} is needed"
+            raise CheckpointError(
+                f"{self.ledger.folder}: is another model; found for {spec.name} {found}; "
+                "name the release that the weights came from"
+            )
+        return entry
+
+
+def _rounding(outputs: list[Output]) -> Iterator[str]:
+    """Tell that packing plain weights anew does not give a release's bytes back."""
+    rounded = [one for one in outputs if one.form != "plain" and one.form != one.pieces[0].entry.form]
+    if rounded and not any(one.like for one in rounded):
+        yield (
+            f"{len(rounded):,} weights are rounded to {rounded[0].form} under scales of their own; if they came from a "
+            "release in that form, `--like RELEASE` keeps its bytes where they did not change"
+        )
 
 
 def _output(
@@ -143,6 +200,7 @@ def _output(
     layers: range | None,
     form: Form,
     forms: set[Form],
+    model: _Like | None,
 ) -> Output:
     ours = origin(spec.ours, layers)
     whole = entries.get((ours, spec.index))
@@ -155,7 +213,12 @@ def _output(
         rows = spec.shape[1]
         pieces = tuple(Piece(entries[ours, expert], 0, expert * rows, rows) for expert in range(spec.shape[0]))
     found = pieces[0].entry.form
-    if form == "plain" or found == form:
+    like = None if model is None else model.of(spec, ours)
+    if like is not None:
+        wanted = like.form
+        if wanted == "plain":  # in the shape and dtype that it had
+            spec = spec._replace(shape=like.parts[0].shape, dtype=like.parts[0].dtype)
+    elif form == "plain" or found == form:
         wanted = form
     else:
         wanted = form if is_released_as(spec, form) and not (found == "plain" and form in forms) else "plain"
@@ -166,11 +229,10 @@ def _output(
         )
     if wanted == "plain" and spec.ours.endswith(".balance_bias") and pieces[0].entry.parts[0].dtype == "F32":
         spec = spec._replace(dtype="F32")  # rounding would let other experts be chosen
-    return Output(spec, wanted, parts(spec, wanted), pieces)
+    return Output(spec, wanted, parts(spec, wanted), pieces, like if wanted != "plain" else None)
 
 
-def _copied(ledger: Account, number: int) -> Output:
-    stored = ledger.aside[number]
+def _copied(stored: Stored) -> Output:
     spec = TensorSpec(stored.name, stored.shape, stored.dtype, "", None, stored.shape)
     return Output(spec, "plain", parts(spec, "plain"), (Piece(Entry(spec, "plain", (stored,)), 0, 0, 1),))
 
@@ -224,11 +286,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8-sig"))
 
 
-def _fingerprint(ledger: Account, to: Target, layers: range | None, shard_bytes: int) -> str:
+def _fingerprint(ledger: Account, to: Target, layers: range | None, shard_bytes: int, like: _Like | None) -> str:
     told: list[Any] = [to, str(layers), shard_bytes]
-    config = ledger.folder / (OWN if ledger.layout == "triax" else "config.json")
-    told.append(hashlib.sha256(config.read_bytes()).hexdigest())
-    for path in ledger.scan.files:
-        state = path.stat()
-        told.append([path.name, state.st_size, state.st_mtime_ns])
+    for one in (ledger, *((like.ledger,) if like else ())):
+        config = one.folder / (OWN if one.layout == "triax" else "config.json")
+        told.append(hashlib.sha256(config.read_bytes()).hexdigest())
+        for path in one.scan.files:
+            state = path.stat()
+            told.append([path.name, state.st_size, state.st_mtime_ns])
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()

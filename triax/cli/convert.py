@@ -15,6 +15,10 @@ def convert(
     layers: Annotated[
         str | None, typer.Option("--layers", metavar="A..B", help="Keep layers A to B - 1, renumbered from 0.")
     ] = None,
+    like: Annotated[
+        Path | None,
+        typer.Option("--like", metavar="RELEASE", help="Keep its codes and scales where the weights did not change."),
+    ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Files written together.")] = 2,
     shard_gb: Annotated[float, typer.Option(min=0.001, help="Size of a file, in GB of 1e9 bytes.")] = 5.0,
     plan_only: Annotated[bool, typer.Option("--plan", help="Say what would be written and stop.")] = False,
@@ -34,7 +38,7 @@ def convert(
     if to not in TARGETS:
         raise ConfigError(f"--to: is not a form; found `{to}`; choose one of {', '.join(TARGETS)}")
     with released_form(source, target) as folder:
-        plan = make_plan(folder, to, layers=_layers(layers), shard_bytes=int(shard_gb * 1e9))
+        plan = make_plan(folder, to, layers=_layers(layers), shard_bytes=int(shard_gb * 1e9), like=like)
         for note in plan.notes:
             typer.echo(f"note: {note}", err=True)
         if not plan_only:
