@@ -20,6 +20,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 LONGEST = 400
 LONGER_FOR_A_REASON = {
+    "tests/checkpoint/test_convert.py": "every way that a conversion goes or stops, each a case of a few lines",
     "tests/checkpoint/test_released.py": "every fault that a file of weights can have, each a case of a few lines",
     "tests/data/test_image.py": "every kind of picture file, each a case of a few lines",
     "tests/data/test_kimi_tokenizer.py": "every corner of one published format, each a case of a few lines",

@@ -90,7 +90,7 @@ def test_what_we_write_agrees_with_the_released_file(name):
 
 @pytest.mark.parametrize(
     ("name", "family"),
-    [("kimi_k3", "kimi_k3"), ("kimi_linear", "kimi_linear"), ("kimi_k2", "kimi_k2"), ("moonlight", "deepseek_v3")],
+    [("kimi_k3", "kimi_k3"), ("kimi_linear", "kimi_linear"), ("kimi_k2", "deepseek_v3"), ("moonlight", "deepseek_v3")],
 )
 def test_the_family_is_known_from_the_settings(name, family):
     assert family_of(parse(config(name)).settings) == family

@@ -6,12 +6,18 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from triax.checkpoint import sharded
 from triax.checkpoint.convert import convert
 from triax.checkpoint.load import load_released
 from triax.checkpoint.plan import make_plan
 from triax.checkpoint.released import save_released
+from triax.checkpoint.tokenizer import load_tokenizer
+from triax.cli.app import main
+from triax.config import show
+from triax.config.load import Loaded
 from triax.config.model import Model
 from triax.config.optim import MuonClip
+from triax.config.train import Recipe, Run
 from triax.data.tokenizer import Tokenizer
 from triax.model.decoder import Decoder
 from triax.model.layout import Layout
@@ -72,7 +78,7 @@ def test_a_trained_export_is_opened_by_transformers_with_its_tokenizer_and_its_e
     )
     assert not any(report.values()), report
     words = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert words(TEXT)["input_ids"] == tokens.tolist()
+    assert words(TEXT)["input_ids"] == [tokenizer.border, *tokens.tolist()]
     assert words.eos_token_id == tokenizer.border
     settings = GenerationConfig.from_pretrained(tmp_path / "out")
     assert (settings.eos_token_id, settings.max_length) == (tokenizer.border, ours.settings.context_len)
@@ -100,6 +106,47 @@ def test_a_converted_export_is_opened_by_transformers(family, tokenizer, tmp_pat
         found = ours.logits(ours(tokens, Layout.of([len(tokens)])))
         expected = theirs.eval()(input_ids=tokens[None], use_cache=False).logits[0]
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_f55_a_run_becomes_a_model_that_transformers_opens_by_itself(family, tokenizer, tmp_path):
+    """`triax convert RUN OUT --to bf16`: no word about class, dtype or border is needed to go on with it."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    model, _ = trained(SHAPES[family], tokenizer)
+    recipe = {"model": model.settings, "train": Run(tokens=4096), "data": {"tokenizer": {"vocab_size": 290}}}
+    folder = tmp_path / "run"
+    sharded.save(folder / "checkpoints", 6, {"model": dict(model.state_dict())}, {}, keep=1)
+    tokenizer.save(folder / "tokenizer.json")
+    loaded = Loaded(Recipe.model_validate(recipe), {}, folder)
+    (folder / "recipe.json").write_text(json.dumps(show.as_json(loaded)))
+    with pytest.raises(SystemExit) as end:
+        main(["convert", str(folder), str(tmp_path / "out"), "--to", "bf16"])
+    assert not end.value.code
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["model_type"], config["dtype"]) == (family, "bfloat16")
+    assert AutoConfig.from_pretrained(tmp_path / "out").dtype is torch.bfloat16
+    theirs, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    theirs.eval()
+    ours = load_released(tmp_path / "out", dtype=torch.float32).eval()
+    words = AutoTokenizer.from_pretrained(tmp_path / "out")
+    tokens = words(TEXT, return_tensors="pt")["input_ids"]
+    assert tokens[0].tolist() == [*tokenizer.opening, *tokenizer.encode(TEXT)]
+    with torch.no_grad():
+        found = ours.logits(ours(tokens[0], Layout.of([tokens.shape[1]])))
+        expected = theirs(input_ids=tokens, use_cache=False).logits[0]
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+    written = theirs.generate(tokens[:, :8], max_new_tokens=16, do_sample=False)[0, 8:].tolist()
+    prompt = tokens[0, :8]
+    for token in written:
+        with torch.no_grad():
+            best = ours.logits(ours(prompt, Layout.of([len(prompt)])))[-1].argmax()
+        assert int(best) == token
+        prompt = torch.cat([prompt, best[None]])
+    assert load_tokenizer(tmp_path / "out").encode(TEXT) == tokenizer.encode(TEXT)
 
 
 def test_a_trained_k3_comes_back_with_everything_that_a_release_has(t0, tokenizer, tmp_path):

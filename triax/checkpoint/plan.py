@@ -139,6 +139,7 @@ def make_plan(
         told_by = like if like is not None else source if form in forms and ledger.layout == "released" else None
         kept = None if told_by is None else announced(_read_json(told_by / "config.json"))
         announce(config, form, packed, plain, kept)
+        _tell_dtype(config, next((one for one in outputs if one.spec.ours == "embed.weight"), outputs[0]))
     beside = [path for path in sorted(source.iterdir()) if _goes_along(path)]
     return Plan(
         source,
@@ -274,6 +275,17 @@ def _config(
     config = compose(settings, ledger.published.family, token_ids=ids)
     carry(config, theirs)
     return "config.json", config
+
+
+def _tell_dtype(config: dict[str, Any], embedding: Output) -> None:
+    """Let a config name the dtype that its plain weights have now, wherever it names one."""
+    dtype = {"BF16": "bfloat16", "F32": "float32"}.get(embedding.parts[0].dtype)
+    for name in ("dtype", "torch_dtype"):
+        if dtype is not None and config.get(name) is not None:
+            config[name] = dtype
+    for inner in ("text_config", "vision_config"):
+        if isinstance(config.get(inner), dict):
+            _tell_dtype(config[inner], embedding)
 
 
 def _goes_along(path: Path) -> bool:

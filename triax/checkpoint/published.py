@@ -145,11 +145,12 @@ def carry(config: dict[str, Any], source: Mapping[str, Any]) -> None:
 
 
 def family_of(settings: Model) -> Family:
-    """Return the plainest family that can express the settings."""
+    """Return the plainest family that can express the settings.
+
+    K2 is DeepSeek-V3's class under a name of its own, which transformers does not know: only released files bear it.
+    """
     if settings.mla is not None and settings.mla.rope is not None:
-        if settings.vision is not None:
-            return "kimi_k25"
-        return "kimi_k2" if settings.mla.rope.yarn else "deepseek_v3"
+        return "deepseek_v3" if settings.vision is None else "kimi_k25"
     k3_parts = (
         settings.vision is not None,
         settings.residuals is not None,

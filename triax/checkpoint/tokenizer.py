@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from triax.data.kimi import RANK_FILE, KimiTokenizer
 from triax.data.tokenizer import BORDER, Tokenizer
@@ -29,13 +30,15 @@ def load_tokenizer(folder: Path) -> Tokenizer | KimiTokenizer:
 def save_tokenizer(tokenizer: Tokenizer | KimiTokenizer, folder: Path) -> None:
     """Write the tokenizer into a folder of weights.
 
-    A trained one becomes `tokenizer.json` and a `tokenizer_config.json` that names its border as beginning and end; one
-    of Kimi's stays the two files that it is.
+    A trained one becomes a `tokenizer.json` that puts the border before each text, as training does, and a
+    `tokenizer_config.json` that names it as beginning and end; one of Kimi's stays the two files that it is.
     """
     if isinstance(tokenizer, KimiTokenizer):
         tokenizer.save(folder)
         return
-    tokenizer.save(folder / TOKENIZER)
+    tree = tokenizer.tree()
+    tree["post_processor"] = _opening(tokenizer.border, tree.get("post_processor"))
+    (folder / TOKENIZER).write_text(json.dumps(tree, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BORDER,
@@ -43,6 +46,17 @@ def save_tokenizer(tokenizer: Tokenizer | KimiTokenizer, folder: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _opening(border: int, existing: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the last step of a `tokenizer.json`: the border, then the text, and each further text behind its own."""
+    single = [{"SpecialToken": {"id": BORDER, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    pair = [*single, {"SpecialToken": {"id": BORDER, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}]
+    special = {BORDER: {"id": BORDER, "ids": [border], "tokens": [BORDER]}}
+    template = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
+    if existing is None or existing["type"] == "TemplateProcessing":
+        return template
+    return {"type": "Sequence", "processors": [existing, template]}
 
 
 def special_ids(tokenizer: Tokenizer | KimiTokenizer | None) -> dict[str, int] | None:
