@@ -12,6 +12,7 @@ from triax.sandbox import sandbox as ours
 from triax.sandbox.host import Host
 from triax.sandbox.server import schema
 from triax.sandbox.server.access import Access
+from triax.sandbox.server.app import _Drained
 from triax.sandbox.server.catalog import Catalog
 from triax.sandbox.server.plane import Plane
 
@@ -179,5 +180,33 @@ def test_who_watches_a_folder_is_told_that_its_sandbox_was_stopped(server):
         await sandbox.files.list("seen")
         assert isinstance(await asyncio.wait_for(ended, 120), Exception)
         await sandbox.kill()
+
+    asyncio.run(run())
+
+
+def test_an_answer_ends_though_who_listens_takes_the_last_piece_of_the_body():
+    """A streamed refusal: one task sends it and reads what is left of the body, another waits for the client to go."""
+
+    async def run():
+        pieces, sent = asyncio.Queue(), []
+
+        async def send(message):
+            sent.append(message)
+
+        drained = _Drained(pieces.get, send)
+        listening = asyncio.create_task(drained.receive())
+        await asyncio.sleep(0)
+        ending = asyncio.create_task(drained.send({"type": "http.response.body", "body": b"", "more_body": False}))
+        await asyncio.sleep(0.01)
+        assert not sent, "the answer ends once the body is read"
+        await pieces.put({"type": "http.request", "body": b"last", "more_body": False})
+        await asyncio.wait_for(ending, 20)
+        assert (await listening)["body"] == b"last"
+        assert [message["type"] for message in sent] == ["http.response.body"]
+        endless = _Drained(
+            lambda: asyncio.sleep(0, {"type": "http.request", "body": b"x" * 2**20, "more_body": True}), send
+        )
+        await asyncio.wait_for(endless.send({"type": "http.response.body", "body": b""}), 20)
+        assert len(sent) == 2, "a body without end does not hold it up"
 
     asyncio.run(run())

@@ -1,5 +1,6 @@
 """The server as one application: control plane, data planes, health and figures, told apart by header and host."""
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator
@@ -124,19 +125,33 @@ class _Drained:
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive = receive
         self._send = send
-        self._is_read = False
+        self._read = asyncio.Event()
 
     async def receive(self) -> Message:
         message = await self._receive()
-        self._is_read = self._is_read or message["type"] == "http.disconnect" or not message.get("more_body", False)
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            self._read.set()
         return message
 
     async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
-            left = LARGEST_DRAIN_BYTES
-            while not self._is_read and left > 0:
-                left -= len((await self.receive()).get("body", b""))
+        if message["type"] == "http.response.body" and not message.get("more_body", False) and not self._read.is_set():
+            await self._drain()
         await self._send(message)
+
+    async def _drain(self) -> None:
+        """Read what is left; who streams an answer listens too, and may take the last piece before we do."""
+        left, read = LARGEST_DRAIN_BYTES, asyncio.ensure_future(self._read.wait())
+        try:
+            while not self._read.is_set() and left > 0:
+                piece = asyncio.ensure_future(self.receive())
+                try:
+                    await asyncio.wait([piece, read], return_when=asyncio.FIRST_COMPLETED)
+                    if piece.done():
+                        left -= len(piece.result().get("body", b""))
+                finally:
+                    piece.cancel()
+        finally:
+            read.cancel()
 
 
 def _control(plane: Plane) -> ASGIApp:
