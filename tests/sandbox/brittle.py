@@ -39,6 +39,7 @@ class BrittleBackend:
     capabilities: Capabilities = EVERYTHING
     faults: dict[str, How] = field(default_factory=dict)
     machines: dict[str, "BrittleMachine"] = field(default_factory=dict)
+    gates: dict[str, asyncio.Event] = field(default_factory=dict)
     created: int = 0
 
     async def step(self, name: str, *, machine: "BrittleMachine | None" = None, done: bool = False) -> None:
@@ -51,6 +52,8 @@ class BrittleBackend:
             raise KeyError(name)
         if how == "hang" and not done:
             await asyncio.sleep(3600)
+        if done and name in self.gates:  # half way, until the test has looked
+            await self.gates[name].wait()
         await asyncio.sleep(0)
 
     async def create(self, spec: Spec, id: str) -> "BrittleMachine":

@@ -1,6 +1,8 @@
 """An owner of sandboxes that ends, crashes or sweeps up while others still need what it has."""
 
 import asyncio
+import dataclasses
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -79,5 +81,129 @@ def test_a_sandbox_that_cannot_be_put_away_as_its_owner_ends_is_told_as_failed(
         assert again.status == "failed"
         assert "could not put it away: suspend: broken on purpose" in again.reason
         await after.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("deed", ["suspend", "kill"])
+@pytest.mark.parametrize("status", ["running", "paused"])
+def test_the_time_of_one_that_is_paused_in_place_ends_too(
+    brittle: ModuleType, tmp_path: Path, status: str, deed: str
+) -> None:
+    async def run() -> None:
+        host, backend, sandbox = await brittle.in_status(tmp_path, status)
+        sandbox.record.spec = dataclasses.replace(sandbox.spec, on_timeout=deed)
+        assert not sandbox.is_expired()
+        await sandbox.set_timeout(0.01)
+        async with asyncio.timeout(60):
+            while sandbox.status != {"suspend": "suspended", "kill": "dead"}[deed]:
+                await asyncio.sleep(0.01)
+        assert backend.machines == {}
+        assert not sandbox.is_expired(), "what holds no machine has no time that ends"
+        await host.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("status", ["paused", "suspended"])
+def test_a_resume_gives_a_whole_life_and_none_without_end(brittle: ModuleType, tmp_path: Path, status: str) -> None:
+    async def run() -> None:
+        host, _, sandbox = await brittle.in_status(tmp_path, status)
+        limit = sandbox.spec.timeout_s
+        assert limit == 1000.0
+        for before in (1.0, 5000.0, None):
+            await sandbox.set_timeout(before)
+            begun = time.time()
+            await sandbox.resume()
+            assert sandbox.expires_s is not None
+            assert begun + limit <= sandbox.expires_s <= time.time() + limit
+            await (sandbox.pause() if status == "paused" else sandbox.suspend())
+        sandbox.record.spec = dataclasses.replace(sandbox.spec, timeout_s=None)
+        await sandbox.resume()
+        assert sandbox.expires_s is None
+        await host.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("deed", ["snapshot", "suspend"])
+def test_a_sweep_leaves_a_snapshot_that_is_being_written(brittle: ModuleType, tmp_path: Path, deed: str) -> None:
+    async def run() -> None:
+        host, backend, sandbox = await brittle.in_status(tmp_path, "running")
+        backend.gates = {deed: asyncio.Event()}
+        going = asyncio.ensure_future(sandbox.snapshot() if deed == "snapshot" else sandbox.suspend())
+        async with asyncio.timeout(60):
+            while not list(host.store.snapshots_folder.glob(".partial-*")):
+                await asyncio.sleep(0)
+        (stray := host.store.snapshots_folder / ".partial-of-the-dead").mkdir()
+        freed = await host.gc()
+        host.tidy()
+        await asyncio.gather(*host._deeds)
+        assert not stray.exists()
+        assert freed == ["half-written snapshot of-the-dead"]
+        assert len(list(host.store.snapshots_folder.glob(".partial-*"))) == 1
+        backend.gates[deed].set()
+        id = await going
+        assert host.store.exists(id)
+        await host.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("deed", ["create", "restore", "fork"])
+def test_gc_leaves_machines_that_are_being_started(brittle: ModuleType, tmp_path: Path, deed: str) -> None:
+    async def run() -> None:
+        host, backend, sandbox = await brittle.in_status(tmp_path, "running")
+        kept = await sandbox.snapshot()
+        backend.gates = {deed: asyncio.Event()}
+        going = asyncio.ensure_future(
+            {"create": host.create, "restore": lambda: host.create(snapshot=kept), "fork": sandbox.fork}[deed]()
+        )
+        async with asyncio.timeout(60):
+            while len(backend.machines) < 2:
+                await asyncio.sleep(0)
+        assert await host.gc() == []
+        assert len(backend.machines) == 2
+        backend.gates[deed].set()
+        made = await going
+        (made,) = made if deed == "fork" else (made,)
+        assert (await made.exec("true")).outcome == "ok"
+        backend.machines["stray"] = backend.machines[made.id]
+        assert await host.gc() == ["stray"]
+        await host.close()
+
+    asyncio.run(run())
+
+
+def test_gc_ends_the_machine_of_one_that_has_none_by_its_record(brittle: ModuleType, tmp_path: Path) -> None:
+    async def run() -> None:
+        for status in ("suspended", "failed", "lost", "dead"):
+            host, backend, sandbox = await brittle.in_status(tmp_path / status, status)
+            brittle.BrittleMachine(backend, sandbox.id, 0, 0)
+            assert sandbox.id in await host.gc(), status
+            assert backend.machines == {}
+            await host.close()
+
+    asyncio.run(run())
+
+
+def test_nothing_is_left_of_the_snapshots_of_one_that_was_lost(brittle: ModuleType, tmp_path: Path) -> None:
+    async def run() -> None:
+        host, backend, sandbox = await brittle.in_status(tmp_path, "suspended")
+        await sandbox.resume()
+        assert len(host.store.snapshots()) == 1, "a machine that runs from it needs it"
+        for _ in range(2):
+            host.store.close()
+            host._watcher.cancel()
+            host = await Host.open(tmp_path, backend)
+            again = host.get(sandbox.id)
+            assert again.status == "lost"
+            assert host.store.snapshots() == []
+            assert list(host.store.snapshots_folder.iterdir()) == []
+            assert (again.record.snapshot, again.record.origin) == (None, None)
+        await again.kill()
+        await host.gc()
+        assert list(host.store.records_folder.iterdir()) == []
+        await host.close()
 
     asyncio.run(run())

@@ -173,3 +173,51 @@ def test_a_wish_that_no_machine_meets_is_not_tried_again(tmp_path):
         await host.close()
 
     asyncio.run(run())
+
+
+def test_a_turn_that_came_to_nothing_is_the_next_callers(brittle, tmp_path):
+    async def run():
+        backend = brittle.BrittleBackend()
+        host = await Host.open(tmp_path, backend)
+        async with Pool(host, most=1, tries=1) as pool:
+            for _ in range(3):
+                backend.faults = {"create": "before"}
+                with pytest.raises(SandboxError, match="broken on purpose"):
+                    await pool.acquire(timeout_s=20)
+                with pytest.raises(SandboxError, match="there is none"):
+                    await pool.acquire(snapshot="nowhere", timeout_s=20)
+                backend.faults = {"create": "hang"}
+                waiting = asyncio.create_task(pool.acquire())
+                await asyncio.sleep(0.01)
+                waiting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await waiting
+                backend.faults = {}
+                assert (pool.counts.leased, pool.counts.making, pool._live) == (0, 0, 0)
+                sandbox = await pool.acquire(timeout_s=20)
+                await pool.release(sandbox)
+        await host.close()
+
+    asyncio.run(run())
+
+
+def test_one_that_cannot_be_put_away_is_still_the_callers(brittle, tmp_path):
+    async def run():
+        backend = brittle.BrittleBackend()
+        host = await Host.open(tmp_path, backend)
+        async with Pool(host, most=1) as pool:
+            sandbox = await pool.acquire()
+            backend.faults = {"suspend": "before"}
+            with pytest.raises(SandboxError, match="broken on purpose"):
+                await pool.put_away(sandbox)
+            backend.faults = {}
+            assert (sandbox.status, pool.counts.leased) == ("running", 1)
+            with pytest.raises(SandboxError, match="in use"):
+                await pool.acquire(timeout_s=0.01)
+            kept = await pool.put_away(sandbox)
+            assert pool.counts.leased == 0
+            async with pool.lease(snapshot=kept, timeout_s=20) as again:
+                assert again.status == "running"
+        await host.close()
+
+    asyncio.run(run())
