@@ -1,7 +1,9 @@
 """A whole K3, small: text in, weights, curves and a page out."""
 
+import gzip
 import json
 import math
+import re
 import resource
 import shutil
 import signal
@@ -11,50 +13,12 @@ import torch
 
 from triax.checkpoint import sharded
 from triax.checkpoint.run import load_model
-from triax.config.load import load_recipe
+from triax.data.tokenizer import Tokenizer
 from triax.errors import CheckpointError, ConfigError, TrainError
 from triax.model.layout import Layout
-from triax.train import metrics
-from triax.train.loop import train, trunk
+from triax.train import metrics, report, run_folder
+from triax.train.loop import train
 from triax.train.run import Run
-
-TEXT = "".join(f"line {n}: the square of {n} is {n * n}, and of {n + 1} it is {(n + 1) ** 2}.\n" for n in range(40))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("text")
-    for number in range(12):
-        (place / f"part{number}.txt").write_text(TEXT.replace("line", f"row {number}"))
-    return place
-
-
-@pytest.fixture(scope="module")
-def recipe(folder):
-    def build(*overrides):
-        source = f'[{{kind = "folder", path = "{folder}"}}]'
-        ours = ("train.tokens=2560", "train.batch_tokens=128", "train.micro_tokens=64", "train.log_every=8")
-        less = ("train.eval_every=8", "train.save_every=10", "data.held_out_share=0.02")
-        return load_recipe(
-            "nano", [f"data.sources={source}", "data.tokenizer.vocab_size=300", *ours, *less, *overrides]
-        )
-
-    return build
-
-
-@pytest.fixture(scope="module")
-def shallow(recipe):
-    """The same with two layers, where the network does not matter."""
-    return lambda *overrides: recipe("model.num_layers=2", "model.mla_layers=[1]", *overrides)
-
-
-@pytest.fixture(scope="module")
-def ended(recipe, tmp_path_factory):
-    """One finished run, looked at by several tests."""
-    run_dir = tmp_path_factory.mktemp("runs") / "nano"
-    seen = []
-    result = train(recipe("train.baselines=true"), run_dir, on_step=lambda step, _: seen.append(step))
-    return run_dir, result, seen
 
 
 def test_the_loss_falls_and_the_held_out_text_is_measured(ended):
@@ -75,7 +39,7 @@ def test_the_folder_holds_what_it_promises(ended):
     names = {path.name for path in run_dir.iterdir()}
     assert names == {
         *("recipe.json", "environment.json", "tokenizer.json", "metrics.jsonl", "log.txt", "result.json"),
-        *("report.html", "plots", "checkpoints"),
+        *("report.html", "plots", "checkpoints", "text.json"),
     }
     assert [path.name for path in sharded.whole(run_dir / "checkpoints")] == ["step-20", "step-10"]
     drawn = {path.stem for path in (run_dir / "plots").iterdir()}
@@ -137,40 +101,93 @@ def test_a_run_is_not_overwritten(ended, recipe):
         train(recipe(), ended[0])
 
 
-def test_a_run_is_not_continued_with_another_model_and_keeps_its_recipe(ended, recipe):
-    before = (ended[0] / "recipe.json").read_bytes()
-    with pytest.raises(CheckpointError, match=r"`model.kda.num_heads` was `2`, is `1`"):
-        train(recipe("model.kda.num_heads=1"), ended[0], resume=True)
-    assert (ended[0] / "recipe.json").read_bytes() == before
+def test_f64_a_run_that_failed_before_its_first_checkpoint_is_begun_anew_with_other_settings(shallow, tmp_path):
+    class Spoilt(Run):
+        def prepare(self, start, branch=None):
+            super().prepare(start, branch)
+            self.parts.model.embed.weight.register_hook(torch.zeros_like)
+
+    with Spoilt(shallow("train.check_after=2"), tmp_path) as run:
+        run_folder.record(tmp_path, run.recipe, None)
+        run.prepare(None)
+        with pytest.raises(TrainError, match="have not moved"):
+            go_on(run)
+    assert len(metrics.read(tmp_path / "metrics.jsonl")) == 2
+    mended = shallow("model.kda.num_heads=1", "data.tokenizer.vocab_size=290", "train.tokens=128")
+    assert train(mended, tmp_path).steps == 1
+    assert [line["step"] for line in metrics.read(tmp_path / "metrics.jsonl") if "train/loss" in line] == [1]
+    assert Tokenizer.load(tmp_path / "tokenizer.json").vocab_size == 290
+    assert "ended before its first checkpoint; the run begins anew" in (tmp_path / "log.txt").read_text()
 
 
-def test_a_run_is_not_continued_on_text_that_changed(ended, recipe, folder):
-    path = folder / "part3.txt"
-    before = path.read_text()
-    path.write_text(before + "one more line\n")
-    try:
-        with pytest.raises(CheckpointError, match=r"data position: `digests` is not what the run began with"):
-            train(recipe("train.tokens=4096"), ended[0], resume=True)
-    finally:
-        path.write_text(before)
+def test_f68_folders_may_be_given_as_text(shallow, tmp_path):
+    assert train(shallow("train.tokens=128"), str(tmp_path / "run")).steps == 1
+    assert load_model(str(tmp_path / "run"))[1].border is not None
+    assert report.write(str(tmp_path / "run")).name == "report.html"
+    result = train(shallow("train.tokens=256"), str(tmp_path / "branch"), branch=str(tmp_path / "run"))
+    assert result.steps == 2
 
 
-def test_a_branch_decays_from_a_checkpoint_of_another_run(ended, recipe, tmp_path):
-    segments = "{shape='constant', until=0.8, to=1.0}, {shape='linear', until=1.0, to=0.0}"
-    decay = recipe("train.tokens=1536", f"schedule.segments=[{segments}]")
-    result = train(decay, tmp_path / "branch", branch=ended[0] / "checkpoints/step-10")
-    steps = [line for line in metrics.read(tmp_path / "branch" / "metrics.jsonl") if "train/loss" in line]
-    assert [line["step"] for line in steps] == [11, 12]
-    assert [line["train/learning_rate"] / decay.optim.lr for line in steps] == pytest.approx([0.625, 0.625 / 3])
-    assert result.tokens == 1536
+def test_f63_samples_are_written_by_setting_and_change_no_number_of_the_run(shallow, tmp_path):
+    plain = shallow("train.tokens=512", "train.eval_every=0")
+    talkative = shallow(
+        "train.tokens=512", "train.eval_every=0", "train.samples.every=2", 'train.samples.prompts=["row", ""]'
+    )
+    for name, settings in (("plain", plain), ("talkative", talkative)):
+        train(settings, tmp_path / name)
+    losses = [
+        [line["train/loss"] for line in metrics.read(tmp_path / name / "metrics.jsonl") if "train/loss" in line]
+        for name in ("plain", "talkative")
+    ]
+    assert losses[0] == losses[1]
+    rows = metrics.read(tmp_path / "talkative" / "samples.jsonl")
+    assert [(row["step"], row["prompt"]) for row in rows] == [(2, "row"), (2, ""), (4, "row"), (4, "")]
+    assert not (tmp_path / "plain" / "samples.jsonl").exists()
+    page = (tmp_path / "talkative" / "report.html").read_text()
+    assert '<pre><b class="prompt">row</b>' in page
+    assert "step 4  sample: row" in (tmp_path / "talkative" / "log.txt").read_text()
+    shutil.rmtree(tmp_path / "talkative" / "checkpoints")
+    with Run(talkative, tmp_path / "talkative") as run:  # again from its beginning: later samples are dropped
+        run.prepare(None)
+    assert metrics.read(tmp_path / "talkative" / "samples.jsonl") == []
 
 
-def test_a_run_is_a_trunk_to_branch_off_from_and_anything_else_is_refused(ended, recipe, tmp_path):
-    assert trunk(ended[0]) == ended[0] / "checkpoints" / "step-20"
-    for place in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(CheckpointError, match="no checkpoint to branch off from"):
-            train(recipe(), tmp_path / "branch", branch=place)
-    assert not (tmp_path / "branch" / "recipe.json").exists()
+def test_f63_a_stopped_run_has_a_page(shallow, tmp_path):
+    result = train(shallow("train.tokens=640"), tmp_path, on_step=lambda *_: signal.raise_signal(signal.SIGTERM))
+    assert result.stopped == "SIGTERM"
+    page = (tmp_path / "report.html").read_text()
+    assert "Stopped; go on with --resume. Step 1, 128 of 640 (20%) tokens." in page
+    assert page.count("data:image/png") >= 3
+    assert "row" not in page or "part0" not in page
+
+
+def test_f29_a_long_evaluation_tells_how_far_it_is_and_how_long_it_takes(shallow, tmp_path, monkeypatch):
+    monkeypatch.setattr("triax.train.run.TOLD_EVERY_S", 0.0)
+    with Run(shallow("train.micro_tokens=64"), tmp_path) as run:
+        run.prepare(None)
+        shown = []
+        monkeypatch.setattr(run.progress, "show", shown.append)
+        found = run.evaluate()
+    assert len(shown) == -(-found.num_tokens // 64) - 1  # the last one is the result itself
+    assert re.fullmatch(r"step 0  held-out text: \d+% measured, \d+s left", shown[0])
+    shares = [int(text.partition("%")[0].rpartition(" ")[2]) for text in shown]
+    assert shares == sorted(shares)
+
+
+def test_a_profile_records_the_steps_that_were_asked_for(shallow, tmp_path):
+    train(shallow("train.tokens=768"), tmp_path, profile=2)
+    trace = json.loads(gzip.decompress((tmp_path / "profile" / "steps-4-5.json.gz").read_bytes()))
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert {"aten::mm", "aten::embedding"} <= names
+    assert "Self CPU" in (tmp_path / "profile" / "steps-4-5.txt").read_text()
+    assert "profile: steps 4 to 5 are in" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(("tokens", "files"), [(384, []), (512, ["steps-4-4.json.gz", "steps-4-4.txt"])])
+def test_a_profile_of_a_shorter_run_is_of_what_there_was(shallow, tmp_path, tokens, files):
+    train(shallow(f"train.tokens={tokens}"), tmp_path, profile=9)
+    assert sorted(path.name for path in tmp_path.glob("profile/*")) == files
+    assert ("nothing was recorded; the run took 3 steps" in (tmp_path / "log.txt").read_text()) is not bool(files)
 
 
 def test_a_page_that_found_no_room_is_written_on_the_next_call(ended, recipe, tmp_path):
@@ -220,8 +237,8 @@ def go_on(run):
 
 def test_too_many_skipped_steps_stop_the_run_and_name_the_layer(shallow, tmp_path):
     class Spoilt(Run):
-        def prepare(self, start):
-            super().prepare(start)
+        def prepare(self, start, branch=None):
+            super().prepare(start, branch)
             self.parts.model.layers[1].mlp_norm.weight.register_hook(lambda grad: grad * math.inf)
 
     with Spoilt(shallow("train.max_skipped=2"), tmp_path) as run:

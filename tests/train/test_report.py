@@ -3,7 +3,7 @@
 import json
 import re
 
-from triax.train import metrics, plots, report
+from triax.train import metrics, plots, report, run_folder
 
 
 def fill(run_dir):
@@ -29,8 +29,28 @@ def fill(run_dir):
             }
         lines.append(json.dumps(line))
     (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    (run_dir / "recipe.json").write_text(json.dumps({"recipe": {"optim": {"lr": 0.01}}, "origins": {"optim.lr": "x"}}))
-    (run_dir / "result.json").write_text(json.dumps({"bits_per_byte": 1.5, "baselines": {"xz <9>": 1.6}}))
+    recipe = {
+        "model": {"mla_layers": [3, 7], "width": 64},
+        "data": {"sources": [{"kind": "folder", "path": "/notes"}, {"kind": "stdlib"}]},
+        "schedule": {"segments": [{"shape": "linear", "until": 1.0, "to": 0.5}]},
+        "optim": {"lr": 0.01},
+        "train": {"tokens": 99, "seed": 0},
+    }
+    origins = {"optim.lr": "mine.toml", "data.sources": "command line", "model.mla_layers": "mine.toml"}
+    origins["schedule.segments"] = "mine.toml"
+    (run_dir / "recipe.json").write_text(json.dumps({"recipe": recipe, "origins": origins}))
+    (run_dir / "result.json").write_text(
+        json.dumps({"steps": 30, "tokens": 15360, "bits_per_byte": 1.5, "baselines": {"xz <9>": 1.6}})
+    )
+
+
+def fill_sparsely(run_dir):
+    """The same with numbers for one plot, which draws faster."""
+    fill(run_dir)
+    lines = [
+        {name: line[name] for name in ("step", "train/tokens")} for line in metrics.read(run_dir / "metrics.jsonl")
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 def test_a_plot_without_numbers_is_left_out(tmp_path):
@@ -61,5 +81,37 @@ def test_the_page_holds_every_plot_needs_nothing_beside_it_and_escapes_text(tmp_
     assert "optim.lr" in page
 
 
-def test_a_run_that_has_not_ended_has_a_page_too(tmp_path):
-    assert "has not ended yet" in report.write(tmp_path).read_text()
+def test_f63_the_settings_hold_lists_and_where_they_were_written(tmp_path):
+    fill_sparsely(tmp_path)
+    given = report.write(tmp_path).read_text().partition("Settings that were given")[2].partition("All settings")[0]
+    rows = re.findall(r"<tr><td>(.*?)<td>(.*?)<td class=\"from\">(.*?)(?=<tr>|</table>)", given)
+    assert rows == [
+        ("model.mla_layers", "[3, 7]", "mine.toml"),
+        ("data.sources.0.kind", "&quot;folder&quot;", "command line"),
+        ("data.sources.0.path", "&quot;/notes&quot;", "command line"),
+        ("data.sources.1.kind", "&quot;stdlib&quot;", "command line"),
+        ("schedule.segments.0.shape", "&quot;linear&quot;", "mine.toml"),
+        ("schedule.segments.0.until", "1.0", "mine.toml"),
+        ("schedule.segments.0.to", "0.5", "mine.toml"),
+        ("optim.lr", "0.01", "mine.toml"),
+    ]
+
+
+def test_f63_a_run_that_goes_on_was_stopped_or_has_no_step_yet_has_a_page_that_says_so(tmp_path):
+    assert "Not running. The first step is not done yet." in report.write(tmp_path).read_text()
+    fill_sparsely(tmp_path)
+    (tmp_path / "result.json").unlink()
+    assert "Stopped; go on with --resume. Step 30, 15,360 of 99" in report.write(tmp_path).read_text()
+    with run_folder.held(tmp_path):
+        assert "Running. Step 30, 15,360 of 99" in report.write(tmp_path).read_text()
+
+
+def test_f63_the_page_of_an_extended_run_does_not_show_its_old_result(tmp_path):
+    fill_sparsely(tmp_path)
+    (tmp_path / "result.json").write_text(json.dumps({"steps": 30, "tokens": 15360, "bits_per_byte": 7.654}))
+    assert "Ended after 30 steps and 15,360 tokens." in report.write(tmp_path).read_text()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 31, "train/tokens": 15872, "train/bits_per_byte": 0.1}) + "\n")
+    page = report.write(tmp_path).read_text()
+    assert "7.654" not in page
+    assert "Stopped" in page

@@ -26,22 +26,42 @@ def test_a_new_folder_holds_the_resolved_recipe_its_origins_and_the_environment(
     assert json.loads((path / "recipe.json").read_text())["origins"] == {"optim.lr": "nano.toml"}
     environment = json.loads((path / "environment.json").read_text())
     assert environment["versions"]["torch"].startswith("2.")
-    (path / "tokenizer.json").write_text("{}")
+    (path / "checkpoints" / "step-5").mkdir(parents=True)
     assert run_folder.prepare(path, resume=True) is True
 
 
-def test_a_run_that_has_not_read_its_text_may_be_begun_anew(tmp_path, recipe):
+@pytest.mark.parametrize("names", [(), ("log.txt",), ("log.txt", "tokenizer.json", "metrics.jsonl", "tensorboard/a")])
+def test_f64_a_run_without_a_checkpoint_may_be_begun_anew(tmp_path, recipe, names):
     run_folder.record(tmp_path, recipe, None)
-    (tmp_path / "log.txt").write_text("")
+    for name in (*names, "checkpoints/step-3.tmp/state.json"):  # a half-written checkpoint is none
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
     for resume in (True, False):
         assert run_folder.prepare(tmp_path, resume=resume) is False
+    assert run_folder.clear(tmp_path) is (len(names) > 1)
+    assert {path.name for path in tmp_path.iterdir()} - {"checkpoints"} == {
+        "recipe.json",
+        "environment.json",
+        *names[:1],
+    }
 
 
-def test_a_folder_that_holds_a_run_needs_resume(tmp_path, recipe):
+@pytest.mark.parametrize("name", ["result.json", "checkpoints/step-3"])
+def test_a_folder_that_holds_work_of_a_run_needs_resume(tmp_path, recipe, name):
     run_folder.record(tmp_path, recipe, None)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"holds a run already.*--resume"):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=rf"holds a run already, with `{name}`; pass --resume"):
         run_folder.prepare(tmp_path, resume=False)
+    assert run_folder.prepare(tmp_path, resume=True) is True
+
+
+def test_f27_a_recipe_of_a_run_names_its_text_wherever_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ['data.sources=[{kind = "folder", path = "notes"}]', "data.tokenizer.path=t.json"]
+    run_folder.record(tmp_path, load_recipe("nano", words), None)
+    read = recipe_of(tmp_path)
+    assert (read.data.sources[0].path, read.data.tokenizer.path) == (tmp_path / "notes", tmp_path / "t.json")
 
 
 @pytest.mark.parametrize("resume", [True, False])
@@ -132,8 +152,19 @@ def test_another_world_size_is_refused(tmp_path, recipe):
         ("train.save_every", 3),
         ("train.device", "cuda"),
         ("schedule.segments", [{"shape": "linear", "until": 1, "to": 0.5}]),
+        ("data.tokenizer.path", "elsewhere.json"),
     ],
 )
 def test_length_schedule_cadence_and_device_may_change(tmp_path, recipe, path, value):
     saved = json.loads(json.dumps(run_folder.fingerprint(recipe, 1)))
     run_folder.refuse_other_settings(tmp_path, saved, changed(recipe, path, value), 1)
+
+
+def test_f27_where_text_lies_may_change_but_not_what_it_is(tmp_path):
+    def source(kind, path):
+        return load_recipe("nano", [f'data.sources=[{{kind = "{kind}", path = "{path}"}}]'])
+
+    saved = json.loads(json.dumps(run_folder.fingerprint(source("folder", "/old/place"), 1)))
+    run_folder.refuse_other_settings(tmp_path, saved, source("folder", "new"), 1)
+    with pytest.raises(CheckpointError, match=r"`data.sources.0.kind` was `folder`, is `jsonl`"):
+        run_folder.refuse_other_settings(tmp_path, saved, source("jsonl", "new"), 1)

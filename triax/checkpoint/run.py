@@ -15,7 +15,7 @@ from triax.model.decoder import Decoder
 RECIPE, CHECKPOINTS = "recipe.json", "checkpoints"
 
 
-def load_model(path: Path, device: str | torch.device = "cpu") -> tuple[Decoder, Tokenizer]:
+def load_model(path: Path | str, device: str | torch.device = "cpu") -> tuple[Decoder, Tokenizer]:
     """Return the newest model of a run and its tokenizer, ready to predict.
 
     Args:
@@ -26,6 +26,7 @@ def load_model(path: Path, device: str | torch.device = "cpu") -> tuple[Decoder,
         CheckpointError: This is no run, has no checkpoint, or the checkpoint is damaged or does not fit.
         DataError: Its tokenizer cannot be read.
     """
+    path = Path(path)
     is_checkpoint = (path / sharded.MANIFEST).exists()
     run_dir = path.resolve().parents[1] if is_checkpoint else path
     recipe = recipe_of(run_dir)

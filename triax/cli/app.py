@@ -8,7 +8,21 @@ from typing import Annotated
 
 import typer
 
-from triax.cli import bench, chat, checkpoint, convert, doctor, model, recipe, sample, sandbox, serve, train
+from triax.cli import (
+    bench,
+    chat,
+    checkpoint,
+    convert,
+    doctor,
+    model,
+    recipe,
+    report,
+    runs,
+    sample,
+    sandbox,
+    serve,
+    train,
+)
 from triax.cli.extra import absent
 from triax.errors import TriaxError, UnsupportedError
 
@@ -44,6 +58,8 @@ def triax(
 
 
 app.command()(train.train)
+app.command()(runs.runs)
+app.command()(report.report)
 app.command()(serve.serve)
 app.command()(chat.chat)
 app.command()(sample.sample)

@@ -20,8 +20,13 @@ def train(
     ] = False,
     branch: Annotated[
         Path | None,
-        typer.Option("--branch", metavar="CHECKPOINT", help="Start from another run, or one of its checkpoints."),
+        typer.Option(
+            "--branch", metavar="WEIGHTS", help="Start from another run, one of its checkpoints, or released weights."
+        ),
     ] = None,
+    profile: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Record N steps with torch's profiler, as a trace for Perfetto.")
+    ] = 0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the plan, train nothing.")
     ] = False,
@@ -40,10 +45,14 @@ def train(
     plan = loaded.settings.train
     folder = run or (loaded.path.parent if loaded.path.name == "recipe.json" else Path("runs") / loaded.path.stem)
     if dry_run:
+        from triax.train.check import check
+
+        told = check(loaded.settings, folder, resume=resume, branch=branch)
         counted = sheet(loaded.settings.model, loaded.settings.data.seq_len)
         print(as_toml(loaded))
         print(f"# {counted.parameters:,} parameters, {counted.active_parameters:,} active for one token")
         print(f"# {-(-plan.tokens // plan.batch_tokens):,} steps of {plan.batch_tokens:,} tokens, into {folder}")
+        print("\n".join(f"# {line}" for line in told))
         return
 
     import torch
@@ -58,7 +67,7 @@ def train(
         log.logger("train").warning(text)
     if on_cpu:
         machine.keep_freed_memory()
-    result = learn(loaded.settings, folder, resume=resume, origins=loaded.origins, branch=branch)
+    result = learn(loaded.settings, folder, resume=resume, origins=loaded.origins, branch=branch, profile=profile)
     if as_json:
         print(json.dumps(asdict(result)))
     else:

@@ -10,6 +10,19 @@ from triax.config.optim import Balance, MuonClip, Optim, Schedule
 from triax.config.settings import Settings
 
 
+class Samples(Settings):
+    """Text that the model writes during training, for a person to read."""
+
+    every: PositiveInt = 200
+    """Steps between samples."""
+    prompts: tuple[str, ...] = Field(("",), min_length=1)
+    """Beginnings to go on from; an empty one lets the model begin a document."""
+    max_tokens: PositiveInt = 64
+    """Most tokens of each."""
+    temperature: float = Field(0.7, ge=0)
+    """0 takes the likeliest token."""
+
+
 class Run(Settings):
     """How long, on what, and what is written down."""
 
@@ -42,6 +55,8 @@ class Run(Settings):
     """Skip a step whose loss is this many standard deviations above the last 128; 0 never does."""
     check_after: NonNegativeInt = 20
     """Steps after which every trainable tensor must have moved beyond weight decay; 0 does not look."""
+    samples: Samples | None = None
+    """Write samples of text into the log, `samples.jsonl` and the report."""
     baselines: bool = False
     """Compute the byte-model and xz baselines on the same split and print them beside the result."""
     tensorboard: bool = False

@@ -93,8 +93,16 @@ def repetitions(parts: Sequence[Part], tokens: int) -> list[str]:
     ]
 
 
-def reporter(say: Callable[[str], None], every_s: float = TOLD_EVERY_S) -> Callable[[int, int], None]:
-    """Return what takes characters done and characters in all, and now and then says how far that is."""
+def reporter(
+    say: Callable[[str], None], what: str = "text: {share} turned into tokens", every_s: float = TOLD_EVERY_S
+) -> Callable[[int, int], None]:
+    """Return what takes the work done and the work in all, and now and then says how far that is and how long it takes.
+
+    Args:
+        say: Tells the person.
+        what: The sentence, with `{share}` where the share that is done belongs.
+        every_s: Seconds between two sentences.
+    """
     start = told = time.monotonic()
 
     def report(done: int, total: int) -> None:
@@ -103,7 +111,7 @@ def reporter(say: Callable[[str], None], every_s: float = TOLD_EVERY_S) -> Calla
         if now - told >= every_s and done < total:
             told = now
             left = (now - start) * (total - done) / max(1, done)
-            say(f"text: {done / total:.0%} turned into tokens, {duration(left)} left")
+            say(f"{what.format(share=f'{done / total:.0%}')}, {duration(left)} left")
 
     return report
 
@@ -118,9 +126,18 @@ def _tokenizer(corpus: Corpus, recipe: Recipe, path: Path, say: Callable[[str], 
         draft = path.with_name(f"{path.name}.tmp")
         tokenizer.save(draft)
         draft.rename(path)
+    refuse_too_large(tokenizer, recipe)
+    return tokenizer
+
+
+def refuse_too_large(tokenizer: Tokenizer, recipe: Recipe) -> None:
+    """Refuse a tokenizer whose tokens the model has no places for.
+
+    Raises:
+        ConfigError: It has more tokens than the model.
+    """
     if tokenizer.vocab_size > recipe.model.vocab_size:
         raise ConfigError(
             f"data.tokenizer: has more tokens than model.vocab_size `{recipe.model.vocab_size}`; "
             f"found `{tokenizer.vocab_size}`; raise model.vocab_size"
         )
-    return tokenizer

@@ -42,6 +42,13 @@ class Progress:
         else:
             self._write(text)
 
+    def show(self, text: str) -> None:
+        """Show how far some work is: in the live line, or as a line."""
+        if self.live is not None:
+            self.live.update(Text(text))
+        else:
+            self._write(text)
+
     def close(self) -> None:
         """Take the live line away."""
         if self.live is not None:

@@ -5,6 +5,7 @@ import math
 import random
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,23 @@ from typing import Any
 import torch
 
 from triax.checkpoint import sharded
+from triax.checkpoint.released import load_released
 from triax.checkpoint.run import CHECKPOINTS
 from triax.config.train import Recipe
 from triax.data.baseline import baselines
 from triax.errors import CheckpointError, TrainError, TriaxError
 from triax.log import Kept
 from triax.optim.schedule import rate
-from triax.train import report, run_folder
+from triax.train import report, run_folder, text_record
+from triax.train.branch import Branch
 from triax.train.evaluate import Evaluation, evaluate
 from triax.train.measure import Measure
 from triax.train.metrics import JsonLines, Metrics, Sink, TensorBoard, WeightsAndBiases, require
-from triax.train.parts import build
+from triax.train.parts import TOLD_EVERY_S, build, reporter
 from triax.train.progress import Progress, duration
-from triax.train.run_folder import LOG, METRICS, RESULT
+from triax.train.rate_change import rate_change
+from triax.train.run_folder import LOG, METRICS, RESULT, SAMPLES
+from triax.train.samples import Samples
 from triax.train.step import Outcome, Step
 from triax.train.watch import Movement, Spikes, refuse_unmoved
 
@@ -93,22 +98,70 @@ class Run:
         self.progress.say(text)
         self.log.info("%s", text)
 
-    def prepare(self, start: Path | None) -> None:
-        """Build everything and take over a checkpoint."""
+    def prepare(self, start: Path | None, branch: Branch | None = None) -> None:
+        """Build everything and take over a checkpoint of this run, or what it branches off from."""
         require(self.recipe.train)
         torch.manual_seed(self.recipe.train.seed)
         self.parts = build(self.recipe, self.run_dir, self.say)
         self.make_step = Step(self.parts.model, self.parts.optimizer, self.recipe)
         self.measure = Measure(self.parts, self.recipe)
-        if start is not None:
-            self.load_state_dict(sharded.load(start), start)
-            self.saved_at = self.step if start.parent == self.run_dir / CHECKPOINTS else -1
-            self.say(f"resumed from {start} at step {self.step}, {self.tokens:,} tokens")
+        if branch is not None:
+            self._branch_off(branch)
+        elif start is not None:
+            self._resume(start)
+        text_record.write(self.run_dir, self.parts.corpus, self.recipe.data)
         self.lines = JsonLines(self.run_dir / METRICS, after_step=self.step, position=self.position)
         self.sinks = [self.lines, *self._more_sinks()]
+        self.samples = Samples(self.run_dir / SAMPLES, self.recipe.train, self.parts.tokenizer, after_step=self.step)
         self.movement: Movement | None = None
         if self.recipe.train.check_after:
             self.movement = Movement(self.parts.model, self.measure.is_exempt)
+
+    def _resume(self, start: Path) -> None:
+        """Go on from a checkpoint as if the run had never ended."""
+        self.load_state_dict(sharded.load(start), start)
+        self.saved_at = self.step if start.parent == self.run_dir / CHECKPOINTS else -1
+        self.say(f"resumed from {start} at step {self.step}, {self.tokens:,} tokens")
+        if change := rate_change(sharded.settings_of(start), self.recipe, self.tokens):
+            self.say(change)
+
+    def _branch_off(self, branch: Branch) -> None:
+        """Take over another run's place, or only its weights, and say which."""
+        if branch.is_released:
+            released = load_released(branch.place, dtype=torch.float32)
+            self.parts.model.load_state_dict(released.state_dict())
+            self.say(f"branch: the weights are those of {branch.place}; the optimiser begins at 0")
+            return
+        state = sharded.load(branch.place)
+        other_text = text_record.changes(branch.run_dir, self.parts.corpus, self.recipe.data)
+        is_same_text = not self._data_problem(state["loader"])
+        if not branch.changed and is_same_text:
+            self._resume(branch.place)
+            return
+        self._load_model(state["model"], branch.place)
+        kept = ["weights"]
+        with suppress(CheckpointError):  # another optimiser has other states: it begins with none
+            self.parts.optimizer.load_state_dict(state["optimizer"])
+            kept.append("optimiser state")
+        place = "the text is read from its beginning"
+        if is_same_text:
+            self.parts.loader.load_state_dict(state["loader"])
+            place = "the text goes on where it was left"
+        changed = [f"`{key}`" for key in branch.changed or {}] + ([other_text] if other_text else [])
+        self.say(
+            f"branch: {' and '.join(kept)} of {branch.place}; changed: {', '.join(changed) or 'the text'}; "
+            f"steps, tokens and the schedule begin at 0; {place}"
+        )
+
+    def _data_problem(self, position: dict[str, Any]) -> CheckpointError | None:
+        """Return why the data cannot go on from a position, if so; the loader stays where it is."""
+        before = self.parts.loader.state_dict()
+        try:
+            self.parts.loader.load_state_dict(position)
+        except CheckpointError as problem:
+            return problem
+        self.parts.loader.load_state_dict(before)
+        return None
 
     def _more_sinks(self) -> list[Sink]:
         run = self.recipe.train
@@ -161,9 +214,18 @@ class Run:
             self._stop_for_skips(outcome)
         if run.eval_every and self.step % run.eval_every == 0 and self.tokens < run.tokens:
             self.evaluate(run.eval_bytes)
+        if self.samples.is_due(self.step):
+            self.sample()
         if run.save_every and self.step % run.save_every == 0:
             self.save()
         return metrics
+
+    def sample(self) -> None:
+        """Let the model write, for a person to read."""
+        began = time.monotonic()
+        for text in self.samples.write(self.parts.model, self.step, self.tokens):
+            self.say(f"step {self.step}  sample: {text.replace(chr(10), '⏎')}")
+        self.seconds += time.monotonic() - began
 
     def _count_skipped(self, outcome: Outcome) -> None:
         if outcome.skipped:
@@ -197,7 +259,9 @@ class Run:
             return None
         data, run = self.recipe.data, self.recipe.train
         began = time.monotonic()
-        found = evaluate(self.parts.model, stream, data.seq_len, run.micro_tokens, run.precision)
+        every_s = 0.5 if self.progress.live is not None else TOLD_EVERY_S
+        told = reporter(self.progress.show, f"step {self.step}  held-out text: {{share}} measured", every_s)
+        found = evaluate(self.parts.model, stream, data.seq_len, run.micro_tokens, run.precision, told)
         self.seconds += time.monotonic() - began
         self.write(
             {
@@ -249,12 +313,11 @@ class Run:
         Raises:
             CheckpointError: It does not fit this model, optimiser or data.
         """
-        try:
-            self.parts.model.load_state_dict(state["model"])
-        except RuntimeError as problem:
-            raise CheckpointError(
-                f"checkpoint {source}: does not fit the model; {problem}; resume with its recipe"
-            ) from None
+        if (problem := self._data_problem(state["loader"])) is not None:
+            run_dir = source.resolve().parents[1]
+            changes = text_record.changes(run_dir, self.parts.corpus, self.recipe.data)
+            raise CheckpointError(f"{problem}; {changes}" if changes else str(problem))
+        self._load_model(state["model"], source)
         self.parts.optimizer.load_state_dict(state["optimizer"])
         self.parts.loader.load_state_dict(state["loader"])
         torch.set_rng_state(state["random"]["torch"])
@@ -266,6 +329,14 @@ class Run:
         self.seconds, self.loss = progress["seconds"], progress["loss"]
         self.spikes.load_state_dict(progress["spikes"])
         self.position = progress["position"] if source.parent == self.run_dir / CHECKPOINTS else 0
+
+    def _load_model(self, state: Mapping[str, Any], source: Path) -> None:
+        try:
+            self.parts.model.load_state_dict(state)
+        except RuntimeError as problem:
+            raise CheckpointError(
+                f"checkpoint {source}: does not fit the model; {problem}; resume with its recipe"
+            ) from None
 
     def end(self, stopped: str) -> Result:
         """Save, and after the last token also measure, compare and report."""
@@ -283,6 +354,8 @@ class Run:
         if stopped and self.tokens < self.recipe.train.tokens:
             saved = "saved" if self.step else "there was nothing to save yet"
             self.say(f"stopped by {stopped} at step {self.step}; {saved}; go on with --resume")
+            if self.step:
+                report.write(self.run_dir, is_running=False)
             return result
         return self._finish(result)
 

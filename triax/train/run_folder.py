@@ -1,13 +1,16 @@
 """A run's folder: what was asked for, on what machine, and everything that came out.
 
-`recipe.json` (resolved, with origins) · `environment.json` · `tokenizer.json` · `metrics.jsonl` · `log.txt` ·
-`checkpoints/` · `plots/*.png` · `result.json` · `report.html`
+`recipe.json` (resolved, with origins) · `environment.json` · `tokenizer.json` · `text.json` (hashes of what was read) ·
+`metrics.jsonl` · `samples.jsonl` · `log.txt` · `checkpoints/` · `profile/` · `plots/*.png` · `result.json` ·
+`report.html`
 """
 
 import fcntl
 import json
 import os
 import platform
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Generator, Mapping
@@ -18,47 +21,97 @@ from typing import Any
 
 import torch
 
-from triax.checkpoint.run import RECIPE
+from triax.checkpoint import sharded
+from triax.checkpoint.run import CHECKPOINTS, RECIPE
+from triax.checkpoint.tokenizer import TOKENIZER
 from triax.config.train import Recipe
 from triax.errors import CheckpointError, ConfigError, TrainError
 
 ENVIRONMENT, METRICS, RESULT, LOG, PLOTS = "environment.json", "metrics.jsonl", "result.json", "log.txt", "plots"
+SAMPLES, TEXT = "samples.jsonl", "text.json"
 
 BEFORE_THE_TEXT = frozenset({RECIPE, f"{RECIPE}.tmp", ENVIRONMENT, f"{ENVIRONMENT}.tmp", LOG})
-"""What a run writes before it reads its text; a folder that holds no more may be begun anew, with any settings."""
+"""What a run writes before it reads its text."""
 
-FREE_TO_CHANGE = ("train.", "schedule.")
-"""Settings that a resumed run may change: length, rate (a branch that decays), what is written when, the device."""
+OF_AN_ATTEMPT = (TOKENIZER, f"{TOKENIZER}.tmp", TEXT, f"{TEXT}.tmp", METRICS, SAMPLES, "tensorboard")
+"""What an attempt that saved no checkpoint leaves, and the next one must not read or go on writing."""
+
+FREE_TO_CHANGE = re.compile(r"(train|schedule)\.|data\.(sources\.\d+|tokenizer)\.path$")
+"""Settings that a resumed run may change: length, rate (a branch that decays), what is written when, the device; and
+where text lies, since hashes tell whether it is the same."""
 
 FIXED = ("train.batch_tokens", "train.micro_tokens", "train.precision", "train.seed")
-"""Settings below those that decide what a step computes and may not change."""
+"""Settings among those that decide what a step computes and may not change."""
 
 
 def prepare(path: Path, *, resume: bool) -> bool:
-    """Make the folder, or reopen it; return whether a run was there before. Nothing in it is changed.
+    """Make the folder, or reopen it; return whether work of a run is kept there. Nothing in it is changed.
 
     Raises:
         ConfigError: The folder cannot be written, holds something else, or holds a run and `resume` is not set.
     """
+    there = inspect(path, resume=resume)
     try:
-        names = {entry.name for entry in path.iterdir()} if path.exists() else set()
-        there = RECIPE in names and not names <= BEFORE_THE_TEXT
-        if there and not resume:
-            raise ConfigError(
-                f"{path}: holds a run already; found `{RECIPE}`; pass --resume to go on or choose another folder"
-            )
-        strangers = set() if there else names - BEFORE_THE_TEXT
-        if strangers:
-            raise ConfigError(f"{path}: is not empty and holds no run; found `{min(strangers)}`; choose another folder")
         path.mkdir(parents=True, exist_ok=True)
         probe = path / f"{ENVIRONMENT}.tmp"
         probe.write_text("")
         probe.unlink()
     except OSError as problem:
-        raise ConfigError(
-            f"{path}: cannot be written; {problem.strerror or problem}; choose another run folder"
-        ) from problem
+        raise _unwritable(path, problem) from problem
     return there
+
+
+def inspect(path: Path, *, resume: bool) -> bool:
+    """Return whether a folder holds work of a run, a checkpoint or a result, that is to be gone on with; write nothing.
+
+    A run that ended before its first checkpoint has nothing to go on from, so that its folder may be begun anew, with
+    any settings.
+
+    Raises:
+        ConfigError: As `prepare`.
+    """
+    try:
+        names = {entry.name for entry in path.iterdir()} if path.exists() else set()
+    except OSError as problem:
+        raise _unwritable(path, problem) from problem
+    kept = [RESULT] if RESULT in names else [f"{CHECKPOINTS}/{step.name}" for step in sharded.steps(path / CHECKPOINTS)]
+    if kept and RECIPE in names:
+        if not resume:
+            raise ConfigError(
+                f"{path}: holds a run already, with `{kept[0]}`; pass --resume to go on or choose another folder"
+            )
+        return True
+    strangers = names - BEFORE_THE_TEXT
+    if strangers and RECIPE not in names:
+        raise ConfigError(f"{path}: is not empty and holds no run; found `{min(strangers)}`; choose another folder")
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise ConfigError(f"{path}: cannot be written; Not a directory; choose another run folder")
+    return False
+
+
+def _unwritable(path: Path, problem: OSError) -> ConfigError:
+    return ConfigError(f"{path}: cannot be written; {problem.strerror or problem}; choose another run folder")
+
+
+def clear(path: Path) -> bool:
+    """Drop what an attempt without a checkpoint left behind; return whether there was anything."""
+    left = [path / name for name in OF_AN_ATTEMPT if (path / name).exists()]
+    for place in left:
+        if place.is_dir():
+            shutil.rmtree(place)
+        else:
+            place.unlink()
+    return bool(left)
+
+
+def is_running(path: Path) -> bool:
+    """Return whether a process trains in a folder now."""
+    try:
+        with held(path):
+            return False
+    except ConfigError:
+        return True
 
 
 @contextmanager
@@ -87,10 +140,44 @@ def held(path: Path) -> Generator[None]:
         os.close(handle)
 
 
-def record(path: Path, recipe: Recipe, origins: Mapping[str, str] | None) -> None:
-    """Write down what was asked for and where it runs."""
+def record(path: Path, recipe: Recipe, origins: Mapping[str, str] | None, branch: Path | None = None) -> None:
+    """Write down what was asked for and where it runs; paths of text are absolute, so it holds in any folder.
+
+    Args:
+        path: The run's folder.
+        recipe: Its settings.
+        origins: Where they were written.
+        branch: Where its weights come from, if from another run or from released ones.
+    """
+    tree = recipe.model_dump(mode="json")
+    for table in (*tree["data"]["sources"], tree["data"]["tokenizer"]):
+        if table.get("path"):
+            table["path"] = str(Path(table["path"]).expanduser().absolute())
+    found = {"recipe": tree, "origins": dict(origins or {})}
     write_json(path / ENVIRONMENT, environment(recipe.train.device))
-    write_json(path / RECIPE, {"recipe": recipe.model_dump(mode="json"), "origins": dict(origins or {})})
+    write_json(path / RECIPE, found | ({"branch": str(branch.absolute())} if branch is not None else {}))
+
+
+def branch_of(path: Path) -> Path | None:
+    """Return where a run took its weights from, if from elsewhere."""
+    try:
+        place = json.loads((path / RECIPE).read_text()).get("branch")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return Path(place) if place else None
+
+
+def differences(saved: Mapping[str, Any], recipe: Recipe, world_size: int) -> dict[str, tuple[Any, Any]]:
+    """Return the settings, before and now, in which a recipe differs from what a checkpoint was written with.
+
+    What a resumed run is free to change is left out.
+    """
+    before, now = flat(saved), flat(fingerprint(recipe, world_size))
+    return {
+        key: (before.get(key), now.get(key))
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and (key in FIXED or not FREE_TO_CHANGE.match(key))
+    }
 
 
 def refuse_other_settings(checkpoint: Path, saved: Mapping[str, Any], recipe: Recipe, world_size: int) -> None:
@@ -99,17 +186,16 @@ def refuse_other_settings(checkpoint: Path, saved: Mapping[str, Any], recipe: Re
     Raises:
         CheckpointError: Model, data, optimiser, balance, batch or world size differ; names each setting.
     """
-    before, now = flat(saved), flat(fingerprint(recipe, world_size))
-    differing = [
-        f"`{key}` was `{_shown(before.get(key))}`, is `{_shown(now.get(key))}`"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and (key in FIXED or not key.startswith(FREE_TO_CHANGE))
-    ]
-    if differing:
+    if differing := differences(saved, recipe, world_size):
         raise CheckpointError(
-            f"checkpoint {checkpoint}: was written with other settings; {', '.join(differing)}; "
-            "set them back or start a new run"
+            f"checkpoint {checkpoint}: was written with other settings; {in_words(differing)}; "
+            f"set them back, or start a new run from its weights with --branch {checkpoint}"
         )
+
+
+def in_words(differing: Mapping[str, tuple[Any, Any]]) -> str:
+    """Return settings that differ as text."""
+    return ", ".join(f"`{key}` was `{_shown(old)}`, is `{_shown(new)}`" for key, (old, new) in differing.items())
 
 
 def fingerprint(recipe: Recipe, world_size: int) -> dict[str, Any]:
@@ -179,6 +265,15 @@ def flat(tree: Any, name: str = "") -> dict[str, Any]:
         return {k: v for key, value in tree.items() for k, v in flat(value, f"{name}.{key}" if name else key).items()}
     if isinstance(tree, list | tuple):
         return {k: v for i, value in enumerate(tree) for k, v in flat(value, f"{name}.{i}").items()} or {name: []}
+    return {name: tree}
+
+
+def leaves(tree: Any, name: str = "") -> dict[str, Any]:
+    """Return a nest of settings as one table of dotted names, with lists of plain values as one value each."""
+    if isinstance(tree, Mapping) and tree:
+        return {k: v for key, value in tree.items() for k, v in leaves(value, f"{name}.{key}" if name else key).items()}
+    if isinstance(tree, list | tuple) and any(isinstance(value, Mapping) for value in tree):
+        return {k: v for i, value in enumerate(tree) for k, v in leaves(value, f"{name}.{i}").items()}
     return {name: tree}
 
 
