@@ -431,3 +431,12 @@ def test_the_index_adds_up_the_bytes(folder):
     index = json.loads((folder / INDEX).read_text())
     stored = [tensor.nbytes for path in folder.glob("*.safetensors") for tensor in load_file(path).values()]
     assert index["metadata"]["total_size"] == sum(stored)
+
+
+def test_f67_a_layer_of_ones_own_has_no_released_name_and_is_told(t0, tmp_path):
+    model = random_model(t0)
+    model.layers[0].mine = torch.nn.Linear(4, 4)
+    with pytest.raises(CheckpointError, match=r"no name for `layers\.0\.mine\.weight`.*keep a model with layers of"):
+        save_released(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("*.tmp"))

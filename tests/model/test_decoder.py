@@ -246,3 +246,19 @@ def test_k3_is_laid_out_in_seconds_without_memory():
         model = Decoder(settings)
     assert all(tensor.is_meta for tensor in model.state_dict().values())
     assert sum(tensor.numel() for tensor in model.state_dict().values()) == 2_779_484_476_000
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore")
+def test_f61_a_compiled_decoder_computes_what_the_plain_one_does(t0):
+    torch.manual_seed(0)
+    model, tokens, layout = Decoder(t0), torch.randint(0, 512, (12,)), Layout.of([7, 5])
+    compiled = torch.compile(model, backend="aot_eager")
+    outcomes = []
+    for network in (model, compiled):
+        model.zero_grad()
+        hidden = network(tokens, layout)
+        hidden.square().sum().backward()
+        outcomes.append((hidden.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]))
+    torch.testing.assert_close(outcomes[1][0], outcomes[0][0])
+    torch.testing.assert_close(outcomes[1][1], outcomes[0][1])

@@ -1,11 +1,13 @@
 import json
+import logging
 
 import pytest
 import torch
 from torch import nn
 
+from triax.config.optim import MuonClip
 from triax.errors import ConfigError
-from triax.optim import dump, roles
+from triax.optim import build, dump, roles
 
 
 class Layer(nn.Module):
@@ -84,3 +86,17 @@ def test_a_weight_cannot_be_cut_in_two_ways():
     layer.inner.query.weight = layer.query.weight
     with pytest.raises(ConfigError, match="state it in one place"):
         roles(Network(layer))
+
+
+def test_f67_matrices_that_no_layer_states_are_told_once_by_name(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("triax"), "propagate", True)
+    network = Network()
+    with caplog.at_level("WARNING", logger="triax"):
+        build(network, MuonClip())
+    assert not caplog.records, "convolutions, `beta` and the vocabulary's tables are AdamW's on purpose"
+    network.layers[0].mine = nn.Linear(5, 5)
+    with caplog.at_level("WARNING", logger="triax"):
+        build(network, MuonClip())
+    (record,) = caplog.records
+    assert "no layer states `layers.0.mine.weight` as matrices" in record.getMessage()
+    assert "`matrices()`" in record.getMessage()

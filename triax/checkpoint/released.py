@@ -92,6 +92,9 @@ def save_released(
             folder.rmdir()
         draft.rename(folder)
         _sync(folder.parent)
+    except CheckpointError:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
     except (OSError, SafetensorError) as problem:
         shutil.rmtree(draft, ignore_errors=True)
         raise CheckpointError(
@@ -115,7 +118,12 @@ def _write_weights(model: Decoder, folder: Path, specs: list[TensorSpec], dtype:
     unknown = [
         name for name, _ in model.named_parameters() if name not in known and not name.startswith("multi_token.")
     ]
-    assert not unknown, f"the inventory does not list {unknown}"
+    if unknown:
+        shown = ", ".join(f"`{name}`" for name in unknown[:8]) + (", …" if len(unknown) > 8 else "")
+        raise CheckpointError(
+            f"{folder}: the released layout has no name for {shown}; keep a model with layers of its own as a run's "
+            "checkpoint (`triax.checkpoint.sharded.save`), or leave the layer out"
+        )
     shards = list(_shards(specs, dtype, shard_bytes))
     listed: dict[str, str] = {}
     total = 0

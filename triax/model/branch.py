@@ -1,5 +1,6 @@
 """Work beside other work: in a step that is being recorded on a GPU, what does not wait for it may run at once."""
 
+from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
@@ -17,7 +18,7 @@ class Branch:
     def __init__(self, given: Shaped[Tensor, "..."]) -> None:
         is_recorded = given.is_cuda and torch.cuda.is_current_stream_capturing()
         self._stream = _stream(given.device) if is_recorded else None
-        self._context = torch.cuda.stream(self._stream)
+        self._context = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         self._has_begun = False
 
     def __enter__(self) -> "Branch":

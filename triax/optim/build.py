@@ -12,7 +12,7 @@ from triax.config.optim import MuonClip as MuonClipSettings
 from triax.errors import CheckpointError, TrainError, UnsupportedError
 from triax.log import logger
 from triax.optim.adamw import AdamW
-from triax.optim.groups import Role, roles
+from triax.optim.groups import Role, roles, unstated
 from triax.optim.muon import Muon
 from triax.optim.qk_clip import Clipped, Reduce, attention_layers, clip_query_key
 
@@ -73,6 +73,13 @@ class Optimizer:
         self.muon: Muon | None = None
         self.query_key = None
         if isinstance(settings, MuonClipSettings):
+            if left := unstated(model):
+                shown = ", ".join(f"`{name}`" for name in left[:8]) + (", …" if len(left) > 8 else "")
+                logger("optim").warning(
+                    "no layer states %s as matrices: AdamW moves them, without decay; give the layer a method "
+                    "`matrices()` for Muon to take them",
+                    shown,
+                )
             self.query_key = settings.qk_clip
             self.muon = Muon(
                 by_rule["muon"],

@@ -8,6 +8,7 @@ from torch import nn
 
 from triax.errors import ConfigError
 
+NO_MATRICES = ("beta.weight", "query_conv", "key_conv", "value_conv")  # of several rows, and AdamW's all the same
 VOCABULARY = ("embed.weight", "head.weight")  # tables over the vocabulary: AdamW's, but decayed like matrices
 
 
@@ -52,6 +53,21 @@ def roles(model: nn.Module, *, muon: bool = True) -> dict[str, Role]:
         num_matrices = weight.numel() // weight.shape[-1] // sum(pattern) * len(pattern)
         found[name] = Role(rule, pattern, num_matrices, is_decayed)
     return found
+
+
+def unstated(model: nn.Module) -> list[str]:
+    """Return the trainable matrices that no layer states, so that AdamW moves them without decay.
+
+    Those that the network leaves out on purpose are not among them: tables over the vocabulary, short convolutions, and
+    `beta`, whose rows are single heads.
+    """
+    stated = _stated(model)
+    return [
+        name
+        for name, weight in model.named_parameters()
+        if weight.requires_grad and weight.ndim > 1 and min(weight.shape[-2:]) > 1
+        if id(weight) not in stated and not name.endswith((*VOCABULARY, *NO_MATRICES))
+    ]
 
 
 def dump(found: dict[str, Role]) -> list[dict[str, Any]]:

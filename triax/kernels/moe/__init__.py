@@ -14,6 +14,7 @@ from triax.kernels.moe.weights import with_gradients
 from triax.kernels.routed import ExpertWeights, Routing
 
 
+@torch.compiler.disable  # its sizes follow from the routing, which a compiled graph does not know
 def experts(
     hidden: Float[Tensor, "T L"],
     routing: Routing,
