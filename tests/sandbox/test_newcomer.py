@@ -197,3 +197,33 @@ def test_an_answer_does_not_repeat_escape_sequences_of_names(server):
     with pytest.raises(SandboxException) as refused:
         Sandbox.create(metadata={"\x1b[31mred": "x"}, **server.options)
     assert str(refused.value).isprintable()
+
+
+def test_the_cache_is_emptied_by_a_verb_but_for_what_is_used_or_needed_later(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "triax/sandbox"
+    for name in ("template-a/memory", "minimal-b/bin/sh", "relay-c.shown/relay", "kernel-d/vmlinux", "bundle-e/x"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_bytes(b"x" * 5000)
+    (folder / "image-f.ext4").write_bytes(b"x")
+    (folder / "images.lock").touch()
+    (folder / ".half-built").touch()
+    (tmp_path / "mine").write_bytes(b"stays")
+    (folder / "link").symlink_to(tmp_path)
+    user = subprocess.Popen(["/bin/sh", "-c", "read x", str(folder / "bundle-e")], stdin=subprocess.PIPE)
+    try:
+        said = triax(tmp_path, "gc", "--cache").stdout
+        assert sorted(path.name for path in folder.iterdir()) == [
+            ".half-built",
+            "bundle-e",
+            "images.lock",
+            "kernel-d",
+            "relay-c.shown",
+        ]
+        assert said.count("\n") == 4
+        assert "template-a" in said
+        assert (tmp_path / "mine").read_bytes() == b"stays"
+    finally:
+        user.communicate(b"\n")
+    assert "bundle-e" in triax(tmp_path, "gc", "--cache").stdout
+    assert "nothing was left" in triax(tmp_path, "gc", "--cache").stdout

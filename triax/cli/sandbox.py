@@ -200,6 +200,9 @@ def gc(
     backend: Annotated[str, typer.Option("--backend", help="As for the server; `auto`: the one it had.")] = "auto",
     unsafe: Unsafe = False,
     forget: Annotated[bool, typer.Option("--forget", help="Also drop sandboxes that were lost.")] = False,
+    cache: Annotated[
+        bool, typer.Option("--cache", help="Empty the cache of images, templates and programs instead.")
+    ] = False,
 ) -> None:
     """Free what a server that was killed left: its processes, mounts and half-written files."""
     from triax.errors import SandboxError
@@ -208,6 +211,11 @@ def gc(
     from triax.sandbox.host import Host
     from triax.sandbox.store import backend_of
 
+    if cache:
+        from triax.sandbox.guest.build import clear_cache
+
+        print("\n".join(clear_cache()) or "nothing was left to free")
+        return
     if not folder.is_dir():
         raise SandboxError(f"sandboxes {folder}: there is no such folder; name the one of the server that ended")
 

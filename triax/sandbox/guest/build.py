@@ -6,8 +6,9 @@ import shutil
 import struct
 import subprocess
 import tempfile
+import time
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from triax.errors import SandboxError
@@ -20,6 +21,44 @@ FLAGS = ("-std=gnu11", "-Os", "-static", "-s")
 def cache_folder() -> Path:
     """Return where built things are kept: `$XDG_CACHE_HOME/triax/sandbox`, by default below `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triax" / "sandbox"
+
+
+NEEDED_LATER = ("relay-", "kernel-", "initramfs-", "clock-")
+"""What sandboxes that were put away may need to come back: their memory goes on in these very files."""
+
+
+DRAFT_S = 3600.0
+
+
+def clear_cache() -> list[str]:
+    """Empty the cache; what is missing then is built or fetched again when a machine needs it.
+
+    What a running machine uses stays, and what one that was put away may need.
+
+    Returns:
+        What was removed, in words.
+    """
+    folder, removed = cache_folder(), []
+    used = _used_paths()
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.name.startswith(NEEDED_LATER) or path.suffix == ".lock" or str(path) in used:
+            continue
+        if path.name.startswith(".") and time.time() - path.lstat().st_mtime < DRAFT_S:
+            continue  # somebody builds it at this moment
+        size = sum(each.lstat().st_blocks * 512 for each in (path, *path.rglob("*")))
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+        removed.append(f"{path}, {size / 2**20:.1f} MiB")
+    return removed
+
+
+def _used_paths() -> str:
+    """Return what every process of this host mounted and was started with."""
+    parts = []
+    for process in Path("/proc").glob("[0-9]*"):
+        for name in ("mountinfo", "cmdline"):
+            with suppress(OSError):  # it has ended, or is another user's
+                parts.append((process / name).read_bytes())
+    return b"\n".join(parts).decode(errors="surrogateescape")
 
 
 @contextmanager

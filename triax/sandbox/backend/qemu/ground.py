@@ -48,7 +48,7 @@ class Ground:
             SandboxError: Something is missing; the message says how to get it.
         """
         async with self._finding:
-            if self._found is None:
+            if self._found is None or not self._found[1].kernel.exists():  # the cache may be emptied at any time
                 self._found = await self._find()
         fit, hardware = self._found
         size = {"memory_mib": spec.resources.memory_mib, "cpus": max(1, -int(-spec.resources.cpus // 1))}
