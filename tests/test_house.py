@@ -25,6 +25,8 @@ LONGER_FOR_A_REASON = {
     "tests/data/test_image.py": "every kind of picture file, each a case of a few lines",
     "tests/data/test_kimi_tokenizer.py": "every corner of one published format, each a case of a few lines",
     "tests/data/test_xtml_parser.py": "every corner of one published format, each a case of a few lines",
+    "triax/cli/sandbox.py": "all verbs of sandboxes, each a few lines",
+    "triax/sandbox/backend/gvisor/machine.py": "the whole life of one machine",
     "tests/sandbox/test_server_sdk.py": "everything that the stock SDK asks, each a case of a few lines",
 }
 

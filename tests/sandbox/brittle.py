@@ -41,6 +41,7 @@ class BrittleBackend:
     machines: dict[str, "BrittleMachine"] = field(default_factory=dict)
     gates: dict[str, asyncio.Event] = field(default_factory=dict)
     created: int = 0
+    asked_deterministic: list[bool] = field(default_factory=list)
 
     async def step(self, name: str, *, machine: "BrittleMachine | None" = None, done: bool = False) -> None:
         how = self.faults.get(name)
@@ -66,7 +67,10 @@ class BrittleBackend:
             raise
         return machine
 
-    async def restore(self, folder: Path, spec: Spec, id: str, generation: int) -> "BrittleMachine":
+    async def restore(
+        self, folder: Path, spec: Spec, id: str, generation: int, *, deterministic: bool = False
+    ) -> "BrittleMachine":
+        self.asked_deterministic.append(deterministic)
         await self.step("restore")
         machine = BrittleMachine(self, id, generation, json.loads((folder / "memory.json").read_text()))
         try:
@@ -181,9 +185,10 @@ class BrittleMachine:
         await self.backend.step("snapshot", machine=self, done=True)
         self.frozen = before
 
-    async def fork(self, ids: Sequence[str]) -> "Sequence[Machine | SandboxError]":
+    async def fork(self, ids: Sequence[str], *, deterministic: bool = False) -> "Sequence[Machine | SandboxError]":
         before = self.frozen
         self.frozen = True
+        self.backend.asked_deterministic.append(deterministic)
         await self.backend.step("fork", machine=self)
         copies: list[Machine | SandboxError] = [
             BrittleMachine(self.backend, id, self.generation + 1, self.memory) for id in ids

@@ -248,3 +248,37 @@ def started():
         return await host.create(Spec(resources=SMALL, **more) if name != "process" else Spec(**more))
 
     return start
+
+
+LISTENER = """
+trap 'echo again >> /tmp/draws' USR1
+echo $$ > /tmp/pid
+echo first > /tmp/draws
+while :; do sleep 0.1; done
+"""
+HOOK = b"""#!/bin/sh
+echo $TRIAX_GENERATION >> /tmp/told
+kill -USR1 $(cat /tmp/pid)
+"""
+
+
+async def listens(machine):
+    """Start a process that reseeds on a signal, and the hook that sends it whenever the machine is another."""
+    await machine.write("/etc/triax/restore.d/reseed", HOOK, 0o755)
+    await machine.write("/etc/triax/restore.d/hangs", b"#!/bin/sh\nexec sleep 1000\n", 0o755)
+    await machine.write("/etc/triax/restore.d/.hidden", b"#!/bin/sh\necho hidden >> /tmp/told\n", 0o755)
+    await machine.start(["/bin/sh", "-c", LISTENER])
+    await comes(lambda: written(machine, "/tmp/draws"))
+    return machine
+
+
+async def draws(machine):
+    """Return the number that it was told, what its hook was told, and how often its live process drew."""
+    result = await machine.exec("cat /run/triax/generation; echo :; cat /tmp/told; echo :; cat /tmp/draws")
+    return [part.split() for part in result.stdout.decode().split(":")]
+
+
+@pytest.fixture(scope="session")
+def renewal():
+    """A live process that reseeds where the machine is another, and how to ask what it did."""
+    return listens, draws

@@ -88,3 +88,33 @@ def test_a_snapshot_whose_helper_is_gone_or_that_is_none_is_refused(on_gvisor, t
         assert (await again.exec("echo on")).stdout == b"on\n"
 
     on_gvisor(test)
+
+
+def test_f34_live_programs_are_told_of_a_new_machine_unless_a_deterministic_copy_is_asked_for(
+    on_gvisor, renewal, until
+):
+    listens, draws = renewal
+
+    async def drew(sandbox, *wanted):
+        await until(lambda: _are(sandbox, list(wanted)))
+
+    async def _are(sandbox, wanted):
+        return await draws(sandbox) == wanted
+
+    async def test(sandbox, host):
+        await listens(sandbox)
+        assert await draws(sandbox) == [["0"], [], ["first"]]
+        (copy,) = await sandbox.fork(1)
+        await drew(copy, ["1"], ["1"], ["first", "again"])
+        alike = await sandbox.fork(2, deterministic=True)
+        ids = set()
+        for one in alike:
+            assert await draws(one) == [["0"], [], ["first"]]
+            ids.add((await one.exec("head -c 8 /dev/urandom | od; hostname")).stdout)
+        assert len(ids) == 2, "entropy and names differ all the same"
+        assert await draws(sandbox) == [["0"], [], ["first"]]
+        await copy.suspend()
+        await copy.resume()
+        await drew(copy, ["2"], ["1", "2"], ["first", "again", "again"])
+
+    on_gvisor(test)

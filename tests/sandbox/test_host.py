@@ -207,3 +207,22 @@ def test_nothing_is_left_of_the_snapshots_of_one_that_was_lost(brittle: ModuleTy
         await host.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("status", ["running", "paused", "suspended"])
+def test_f34_copies_are_deterministic_where_that_is_asked_for_and_only_there(
+    brittle: ModuleType, tmp_path: Path, status: str
+) -> None:
+    async def run() -> None:
+        host, backend, sandbox = await brittle.in_status(tmp_path, status)
+        for wanted in (False, True):
+            backend.asked_deterministic.clear()
+            await sandbox.fork(1, deterministic=wanted)
+            assert backend.asked_deterministic == [wanted]
+        backend.asked_deterministic.clear()
+        if sandbox.status == "suspended":
+            await sandbox.resume()
+            assert backend.asked_deterministic == [False], "one that goes on is told of it"
+        await host.close()
+
+    asyncio.run(run())

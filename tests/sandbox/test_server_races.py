@@ -184,6 +184,33 @@ def test_who_watches_a_folder_is_told_that_its_sandbox_was_stopped(server):
     asyncio.run(run())
 
 
+def test_a_refusal_begins_only_once_the_body_is_read_and_a_stream_at_once():
+    """A client that sees an answer begin while it still sends may close the connection, and then reads no answer."""
+
+    async def run():
+        pieces, sent = asyncio.Queue(), []
+
+        async def send(message):
+            sent.append(message["type"])
+
+        refused = _Drained(pieces.get, send)
+        await refused.send({"type": "http.response.start", "status": 400})
+        ending = asyncio.create_task(refused.send({"type": "http.response.body", "body": b"no"}))
+        await asyncio.sleep(0.01)
+        assert sent == []
+        await pieces.put({"type": "http.request", "body": b"x", "more_body": True})
+        await pieces.put({"type": "http.request", "body": b"", "more_body": False})
+        await asyncio.wait_for(ending, 20)
+        assert sent == ["http.response.start", "http.response.body"]
+        sent.clear()
+        streamed = _Drained(pieces.get, send)
+        await streamed.send({"type": "http.response.start", "status": 200})
+        await streamed.send({"type": "http.response.body", "body": b"1", "more_body": True})
+        assert sent == ["http.response.start", "http.response.body"]
+
+    asyncio.run(run())
+
+
 def test_an_answer_ends_though_who_listens_takes_the_last_piece_of_the_body():
     """A streamed refusal: one task sends it and reads what is left of the body, another waits for the client to go."""
 

@@ -157,6 +157,9 @@ def resume(
 def fork(
     id: Id,
     count: Annotated[int, typer.Option("--count", min=1, max=20, help="Copies.")] = 1,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Programs inside draw the same in all copies.")
+    ] = False,
     url: Url = URL,
     key_file: KeyFile = None,
 ) -> None:
@@ -164,7 +167,7 @@ def fork(
     from triax.errors import SandboxError
 
     failed = []
-    for copy in _post(url, key_file, f"{_at(id)}/fork", {"count": count}):
+    for copy in _post(url, key_file, f"{_at(id)}/fork", {"count": count, "deterministic": deterministic}):
         if "sandbox" in copy:
             print(copy["sandbox"]["sandboxID"])
         else:

@@ -85,9 +85,9 @@ class Life:
         """Take a snapshot, go on, and return its id."""
         return await self._change("snapshot", "snapshotting", self._snapshot)
 
-    async def fork(self, count: int) -> "Sequence[Sandbox | SandboxError]":
+    async def fork(self, count: int, *, deterministic: bool = False) -> "Sequence[Sandbox | SandboxError]":
         """Make copies."""
-        return await self._change("fork", "forking", lambda before: self._fork(before, count))
+        return await self._change("fork", "forking", lambda before: self._fork(before, count, deterministic))
 
     async def kill(self) -> None:
         """End the machine and all that was kept."""
@@ -299,27 +299,29 @@ class Life:
                 return
         self._settle(before)
 
-    async def _fork(self, before: Status, count: int) -> "Sequence[Sandbox | SandboxError]":
+    async def _fork(self, before: Status, count: int, deterministic: bool) -> "Sequence[Sandbox | SandboxError]":
         ids = [new_id() for _ in range(count)]
         self.owner.starting.update(ids)
         try:
-            return await self._forked(before, ids)
+            return await self._forked(before, ids, deterministic)
         finally:
             self.owner.starting.difference_update(ids)
 
-    async def _forked(self, before: Status, ids: Sequence[str]) -> "Sequence[Sandbox | SandboxError]":
+    async def _forked(
+        self, before: Status, ids: Sequence[str], deterministic: bool
+    ) -> "Sequence[Sandbox | SandboxError]":
         record = self.record
         if before == "suspended":
             assert record.snapshot is not None
             try:
-                copies = await self._copies_of_snapshot(record.snapshot, ids)
+                copies = await self._copies_of_snapshot(record.snapshot, ids, deterministic)
                 return [await self._adopt(id, one, record.snapshot) for id, one in zip(ids, copies, strict=True)]
             finally:
                 self._settle("suspended")
         machine = self.machine
         assert machine is not None
         try:
-            copies = await self._step("fork", machine.fork(ids))
+            copies = await self._step("fork", machine.fork(ids, deterministic=deterministic))
         except SandboxError as error:
             await self._run_again(machine, error)
             raise
@@ -327,14 +329,18 @@ class Life:
         await self._stay(machine, before)
         return children
 
-    async def _copies_of_snapshot(self, snapshot: str, ids: Sequence[str]) -> "Sequence[Machine | SandboxError]":
+    async def _copies_of_snapshot(
+        self, snapshot: str, ids: Sequence[str], deterministic: bool
+    ) -> "Sequence[Machine | SandboxError]":
         self.owner.store.snapshot(snapshot)
         folder = self.owner.store.folder(snapshot)
         record = self.record
 
         async def one(id: str) -> "Machine | SandboxError":
             try:
-                started = self.owner.backend.restore(folder, record.spec, id, record.generation + 1)
+                started = self.owner.backend.restore(
+                    folder, record.spec, id, record.generation + 1, deterministic=deterministic
+                )
                 return await self._step("restore", started)
             except SandboxError as error:
                 return error

@@ -343,8 +343,14 @@ class Machine(Protocol):
         """
         ...
 
-    async def fork(self, ids: Sequence[str]) -> "Sequence[Machine | SandboxError]":
-        """Split into one copy for each new id, and go on; a copy that failed is an error in its place."""
+    async def fork(self, ids: Sequence[str], *, deterministic: bool = False) -> "Sequence[Machine | SandboxError]":
+        """Split into one copy for each new id, and go on; a copy that failed is an error in its place.
+
+        Args:
+            ids: Ids of the copies.
+            deterministic: Tell programs in the copies of no new generation, so that what they draw from generators in
+                their own memory goes on alike in all of them; the kernel's entropy is fresh all the same.
+        """
         ...
 
     async def kill(self) -> None:
@@ -378,10 +384,12 @@ class Backend(Protocol):
         """Start a machine; everything it holds on the host carries the id as its label."""
         ...
 
-    async def restore(self, folder: Path, spec: Spec, id: str, generation: int) -> Machine:
+    async def restore(
+        self, folder: Path, spec: Spec, id: str, generation: int, *, deterministic: bool = False
+    ) -> Machine:
         """Start a machine from a snapshot's folder, which is only read and may start many.
 
-        The folder stays where it is while a machine that was started from it lives.
+        The folder stays where it is while a machine that was started from it lives. `deterministic` is as for `fork`.
         """
         ...
 

@@ -312,14 +312,20 @@ class Sandbox:
             raise self._cannot("snapshot")
         return await self._life.snapshot()
 
-    async def fork(self, count: int = 1) -> "Sequence[Sandbox | SandboxError]":
-        """Split into copies and go on; a copy that failed is an error in its place."""
+    async def fork(self, count: int = 1, *, deterministic: bool = False) -> "Sequence[Sandbox | SandboxError]":
+        """Split into copies and go on; a copy that failed is an error in its place.
+
+        Args:
+            count: How many.
+            deterministic: Do not tell programs inside that they are copies: what they draw from generators in their
+                own memory stays the same in all of them. The kernel's entropy differs all the same.
+        """
         capabilities = self._life.owner.backend.capabilities
         if not (capabilities.fork_running or capabilities.disk_snapshot):
             raise self._cannot("fork")
         if not 1 <= count <= MOST_COPIES:
             raise SandboxError(f"fork: makes 1 to {MOST_COPIES} copies; found `{count}`", "refused")
-        return await self._life.fork(count)
+        return await self._life.fork(count, deterministic=deterministic)
 
     async def kill(self) -> None:
         """End it and free all it held; during another operation it waits for that one's end."""

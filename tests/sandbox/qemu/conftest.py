@@ -31,8 +31,8 @@ class Lab:
         self.machines.append(machine)
         return machine
 
-    async def fork(self, machine, *ids):
-        children = await machine.fork(ids)
+    async def fork(self, machine, *ids, **more):
+        children = await machine.fork(ids, **more)
         self.machines += [child for child in children if not isinstance(child, Exception)]
         return children
 

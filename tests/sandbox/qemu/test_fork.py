@@ -148,3 +148,34 @@ def test_the_clock_of_a_child_is_the_hosts(in_lab, said):
         assert int(before) - 1 <= inside <= time.time()
 
     in_lab(test)
+
+
+def test_f34_live_programs_are_told_of_a_new_machine_unless_a_deterministic_copy_is_asked_for(
+    in_lab, renewal, until, said
+):
+    listens, draws = renewal
+
+    async def drew(machine, *wanted):
+        await until(lambda: _are(machine, list(wanted)))
+
+    async def _are(machine, wanted):
+        return await draws(machine) == wanted
+
+    async def test(lab):
+        machine = await lab.create()
+        await listens(machine)
+        assert await draws(machine) == [["0"], [], ["first"]]
+        one, two = await lab.fork(machine, "one", "two")
+        for copy in (one, two):
+            await drew(copy, ["1"], ["1"], ["first", "again"])
+        alike = await lab.fork(machine, "three", "four", deterministic=True)
+        ids = set()
+        for copy in alike:
+            assert await draws(copy) == [["0"], [], ["first"]]
+            ids.add(await said(copy, "cat /proc/sys/kernel/random/uuid /run/triax/token; hostname"))
+        assert len(ids) == 2, "secrets and names differ all the same"
+        (later,) = await lab.fork(alike[0], "five")
+        await drew(later, ["2"], ["2"], ["first", "again"])
+        assert await draws(machine) == [["0"], [], ["first"]]
+
+    in_lab(test)

@@ -229,7 +229,9 @@ class FirecrackerBackend:
         """Refuse: nothing here was ever tried on a real Firecracker."""
         raise _untested()
 
-    async def restore(self, folder: Path, spec: Spec, id: str, generation: int) -> Machine:
+    async def restore(
+        self, folder: Path, spec: Spec, id: str, generation: int, *, deterministic: bool = False
+    ) -> Machine:
         """Refuse, as `create` does."""
         raise _untested()
 

@@ -66,7 +66,9 @@ class NamespaceBackend:
         owner = FIRST_OWNER + secrets.randbelow(OWNERS)
         return await self.start(spec, id, generation=0, owner=owner, disk=empty, fresh=True)
 
-    async def restore(self, folder: Path, spec: Spec, id: str, generation: int) -> "NamespaceMachine":
+    async def restore(
+        self, folder: Path, spec: Spec, id: str, generation: int, *, deterministic: bool = False
+    ) -> "NamespaceMachine":
         """Start a machine with a copy of a snapshot's disk."""
         spec = await asyncio.to_thread(placed, spec)
         held = json.loads((folder / "namespace.json").read_text())
@@ -292,7 +294,7 @@ class NamespaceMachine(ReachedFiles):
             await copy_disk(self.disk, folder / "disk.img")
         self._describe_into(folder)
 
-    async def fork(self, ids: Sequence[str]) -> "Sequence[Machine | SandboxError]":
+    async def fork(self, ids: Sequence[str], *, deterministic: bool = False) -> "Sequence[Machine | SandboxError]":
         """Start machines on copies of the disk, without the source's processes."""
         held = self.folder / "copy.img"
         async with self._still():

@@ -49,7 +49,9 @@ class ProcessBackend:
         machine.files.mkdir(parents=True)
         return machine
 
-    async def restore(self, folder: Path, spec: Spec, id: str, generation: int) -> "ProcessMachine":
+    async def restore(
+        self, folder: Path, spec: Spec, id: str, generation: int, *, deterministic: bool = False
+    ) -> "ProcessMachine":
         """Make a folder with a copy of the snapshot's files."""
         _refuse_what_it_cannot(spec)
         machine = ProcessMachine(self, spec, id, generation)
@@ -188,7 +190,7 @@ class ProcessMachine(ReachedFiles):
         finally:
             await self.resume()
 
-    async def fork(self, ids: Sequence[str]) -> "Sequence[Machine | SandboxError]":
+    async def fork(self, ids: Sequence[str], *, deterministic: bool = False) -> "Sequence[Machine | SandboxError]":
         """Copy the files once for each copy."""
         held = self.backend.root / f"copy-{self.id}"
         self.backend.copying.add(held.name)

@@ -92,7 +92,9 @@ class RemoteBackend:
         told = await self.service.ask("GET", f"/sandboxes/{quote(id, safe='')}")
         return self._known(told, Spec(), int(told.get("generation", 0)))
 
-    async def restore(self, folder: Path, spec: Spec, id: str, generation: int) -> "RemoteMachine":
+    async def restore(
+        self, folder: Path, spec: Spec, id: str, generation: int, *, deterministic: bool = False
+    ) -> "RemoteMachine":
         """Have a sandbox made from a snapshot that the service keeps."""
         return await self._make(spec, id, _snapshot_of(folder), generation)
 
@@ -316,12 +318,12 @@ class RemoteMachine:
         path = f"/sandboxes/{self.guest.id}/snapshots"
         return await self.backend.service.ask("POST", path, {}, timeout_s=300.0, once=True)
 
-    async def fork(self, ids: Sequence[str]) -> "Sequence[Machine | SandboxError]":
+    async def fork(self, ids: Sequence[str], *, deterministic: bool = False) -> "Sequence[Machine | SandboxError]":
         """Have it split; the service says for each copy how it went."""
         told = await self.backend.service.ask(
             "POST",
             f"/sandboxes/{self.guest.id}/fork",
-            {"count": len(ids), "timeout": LONGEST_LIFE_S},
+            {"count": len(ids), "timeout": LONGEST_LIFE_S, **({"deterministic": True} if deterministic else {})},
             timeout_s=300.0,
             once=True,
         )

@@ -97,13 +97,16 @@ def command(
     return struct.pack("<III", flags, *size) + text(user) + text(folder) + texts(arguments) + texts(pairs)
 
 
+AS_BEFORE = 2**64 - 1
+
+
 def hello(
     generation: int, clock_ns: int, processes: int, *, name: str, machine: str, token: str, entropy: bytes
 ) -> bytes:
     """Return the body of `HELLO`, which makes a guest a machine of its own.
 
     Args:
-        generation: How often it was restored or forked from.
+        generation: How often it was restored or forked from; `AS_BEFORE` tells its programs of no new one.
         clock_ns: Nanoseconds since 1970.
         processes: Most processes and threads of its commands.
         name: Its host name.

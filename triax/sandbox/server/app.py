@@ -50,7 +50,7 @@ class Server:
             await self._control(scope, receive, send)
             return
         if scope["type"] == "http":
-            request = _Drained(receive, send)
+            request = _Drained(receive, send, has_body=scope["method"] not in ("GET", "HEAD"))
             receive, send = request.receive, request.send
         headers = Headers(scope=scope)
         aimed = aim(headers)
@@ -116,16 +116,18 @@ class Server:
 
 
 class _Drained:
-    """A request whose body is read to its end before its answer ends.
+    """A request whose body is read to its end before an answer of one piece begins, and before any ends.
 
     A refusal needs no body, but HTTP/1.1 closes a connection on which one was left unread, just as the client sends
-    its next request over it.
+    its next request over it; and a client that sees an answer begin while it still sends may let go of the connection.
     """
 
-    def __init__(self, receive: Receive, send: Send) -> None:
+    def __init__(self, receive: Receive, send: Send, *, has_body: bool = True) -> None:
         self._receive = receive
         self._send = send
+        self._has_body = has_body
         self._read = asyncio.Event()
+        self._start: Message | None = None
 
     async def receive(self) -> Message:
         message = await self._receive()
@@ -134,8 +136,14 @@ class _Drained:
         return message
 
     async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and self._has_body and not self._read.is_set():
+            self._start = message  # the next message tells whether the answer is one piece
+            return
         if message["type"] == "http.response.body" and not message.get("more_body", False) and not self._read.is_set():
             await self._drain()
+        if self._start is not None:
+            start, self._start = self._start, None
+            await self._send(start)
         await self._send(message)
 
     async def _drain(self) -> None:

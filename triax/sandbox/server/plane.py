@@ -299,7 +299,7 @@ class Plane:
         """Split a running sandbox; each copy is a sandbox or the error that it met."""
         sandbox, life = self.find(sandbox_id), self.life(wanted.timeout)
         with self.admission.promised(sandbox.spec.resources, wanted.count):
-            copies = await sandbox.fork(wanted.count)
+            copies = await sandbox.fork(wanted.count, deterministic=wanted.deterministic)
         for copy in copies:
             if isinstance(copy, Sandbox) and wanted.timeout is not None:
                 await copy.set_timeout(life)

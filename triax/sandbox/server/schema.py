@@ -114,6 +114,8 @@ class Fork(Body):
 
     timeout: Seconds | None = None
     count: Annotated[int, Field(ge=1, le=20)] = 1
+    deterministic: bool = False
+    """Do not tell programs inside that they are copies: their own generators go on alike in all of them."""
 
 
 class Snapshot(Body):

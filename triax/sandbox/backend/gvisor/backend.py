@@ -54,7 +54,9 @@ class GvisorBackend:
         )
         return await self._start(GvisorMachine(self, spec, id, 0), empty, None)
 
-    async def restore(self, folder: Path, spec: Spec, id: str, generation: int) -> GvisorMachine:
+    async def restore(
+        self, folder: Path, spec: Spec, id: str, generation: int, *, deterministic: bool = False
+    ) -> GvisorMachine:
         """Start a machine from a snapshot's memory, with a copy of its disk."""
         spec = await asyncio.to_thread(placed, spec)
         made = held(folder)
@@ -66,7 +68,8 @@ class GvisorBackend:
                     "refused",
                     status=409,
                 )
-        return await self._start(GvisorMachine(self, spec, id, generation), folder / "disk.img", folder)
+        machine = GvisorMachine(self, spec, id, generation, deterministic=deterministic)
+        return await self._start(machine, folder / "disk.img", folder)
 
     async def _start(self, machine: GvisorMachine, disk: Path, memory: Path | None) -> GvisorMachine:
         try:

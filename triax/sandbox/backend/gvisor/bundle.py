@@ -105,6 +105,8 @@ def relay(name: str | None = None) -> Path:
                 (folder / name).symlink_to("busybox")
         if busybox:
             shutil.copy2(busybox, folder / "busybox")
+        with suppress(FileExistsError):  # every machine has a file of its own there
+            (folder / "generation").symlink_to("/etc/triax/generation")
         draft = folder / f".relay-{os.getpid()}"
         shutil.copy2(built, draft)
         draft.replace(shown)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import posixpath
 import secrets
 import shutil
 import signal
@@ -25,7 +26,7 @@ from triax.sandbox.backend.process import ended_meanwhile
 from triax.sandbox.backend.streams import Ends
 from triax.sandbox.backend.tree import Tree
 from triax.sandbox.command import start_folder, variables, words
-from triax.sandbox.protocol import OUTPUT_LIMIT, Machine, Result, Spec, Usage
+from triax.sandbox.protocol import OUTPUT_LIMIT, Entry, Machine, Result, Spec, Usage
 
 if TYPE_CHECKING:
     from triax.sandbox.backend.gvisor.backend import GvisorBackend
@@ -40,16 +41,22 @@ TASKS_OF_ONE = 32  # at most, that the host counts for each process inside; refu
 START_S = 30.0
 LOOK_S = 0.02  # between two looks at whether a command has begun
 NAME_CAPABILITY = "CAP_SYS_ADMIN"
+GENERATION = "/etc/triax/generation"  # beside the programs that are shown, `/run/triax/generation` leads there
+HOOKS = "/etc/triax/restore.d"
+HOOK_S = 2.0
 
 
 class GvisorMachine(ReachedFiles):
     """One gVisor kernel with its processes."""
 
-    def __init__(self, backend: "GvisorBackend", spec: Spec, id: str, generation: int) -> None:
+    def __init__(
+        self, backend: "GvisorBackend", spec: Spec, id: str, generation: int, *, deterministic: bool = False
+    ) -> None:
         self.backend = backend
         self.spec = spec
         self.id = id
         self.generation = generation
+        self._tells = not deterministic
         self.folder = backend.root / id
         self.disk = self.folder / "disk.img"
         self.name = backend.prefix + id  # the host has one space of names for all its owners
@@ -111,6 +118,29 @@ class GvisorMachine(ReachedFiles):
             if named.exit_code != 0:
                 said = named.stderr.decode(errors="replace").strip()
                 raise SandboxError(f"sandbox {self.id}: does not answer after its restore; {said[:300]}")
+        if self._tells:
+            await self._tell_generation()
+        self._tells = True
+
+    async def _tell_generation(self) -> None:
+        """Let hooks run where this is another machine than before, and write its number last, as a guest of qemu does.
+
+        What was restored runs already: gVisor has no moment at which its processes stand still.
+        """
+        now, before = f"{self.generation}\n".encode(), b""
+        with suppress(SandboxError):
+            before = await asyncio.to_thread(self.tree.read, GENERATION)
+        if before == now:
+            return
+        hooks: list[Entry] = []
+        with suppress(SandboxError):
+            hooks = await asyncio.to_thread(self.tree.list, HOOKS)
+        number = f"--env=TRIAX_GENERATION={self.generation}"
+        for hook in (one.path for one in hooks if not posixpath.basename(one.path).startswith(".")):
+            run = [f"--env=PATH={FIRST_PATH}", number, *[f"--cap={name}" for name in ALLOWED], "--cwd=/", self.name]
+            await ran(self.backend.runsc("exec", *run, RELAY, "hook", hook), timeout_s=HOOK_S + START_S)
+        with suppress(SandboxError):  # an image may have a folder there; it keeps it
+            await asyncio.to_thread(self.tree.write, GENERATION, now)
 
     @property
     def tree(self) -> Tree:
@@ -277,7 +307,7 @@ class GvisorMachine(ReachedFiles):
         if was_paused:
             await self.pause()
 
-    async def fork(self, ids: Sequence[str]) -> "Sequence[Machine | SandboxError]":
+    async def fork(self, ids: Sequence[str], *, deterministic: bool = False) -> "Sequence[Machine | SandboxError]":
         """Write memory and files once, go on from them, and start every copy from them."""
         copy = self.folder / "copy"
         copy.mkdir()
@@ -287,13 +317,13 @@ class GvisorMachine(ReachedFiles):
             await self._go_on(copy)
             if was_paused:
                 await self.pause()
-            return await asyncio.gather(*(self._copy(copy, id) for id in ids))
+            return await asyncio.gather(*(self._copy(copy, id, deterministic) for id in ids))
         finally:
             await asyncio.to_thread(shutil.rmtree, copy, ignore_errors=True)
 
-    async def _copy(self, folder: Path, id: str) -> "Machine | SandboxError":
+    async def _copy(self, folder: Path, id: str, deterministic: bool) -> "Machine | SandboxError":
         try:
-            return await self.backend.restore(folder, self.spec, id, self.generation + 1)
+            return await self.backend.restore(folder, self.spec, id, self.generation + 1, deterministic=deterministic)
         except SandboxError as error:
             return error
 

@@ -149,7 +149,9 @@ class QemuBackend:
             raise
         return machine
 
-    async def restore(self, folder: Path, spec: Spec, id: str, generation: int) -> QemuMachine:
+    async def restore(
+        self, folder: Path, spec: Spec, id: str, generation: int, *, deterministic: bool = False
+    ) -> QemuMachine:
         """Start a machine that goes on where a snapshot was taken.
 
         Raises:
@@ -195,7 +197,7 @@ class QemuBackend:
             await emulator.runs()
             machine = QemuMachine(self, spec, id, generation, parts, emulator)
             machine.started_s = time.monotonic() - begun
-            await machine.greet()
+            await machine.greet(deterministic=deterministic)
             return machine
         except BaseException as problem:
             said = ""
@@ -218,7 +220,9 @@ class QemuBackend:
         fit, _ = await self.ground.offers(machine.spec)
         await save(machine, folder, fit, parent=parent, goes_on=goes_on)
 
-    async def split(self, machine: QemuMachine, ids: Sequence[str]) -> list[QemuMachine | SandboxError]:
+    async def split(
+        self, machine: QemuMachine, ids: Sequence[str], *, deterministic: bool = False
+    ) -> list[QemuMachine | SandboxError]:
         """Start copies of a running machine.
 
         Raises:
@@ -242,7 +246,7 @@ class QemuBackend:
             async def copy(id: str) -> QemuMachine | SandboxError:
                 async with room:
                     try:
-                        return await self.restore(folder, machine.spec, id, generation)
+                        return await self.restore(folder, machine.spec, id, generation, deterministic=deterministic)
                     except SandboxError as problem:
                         return problem
 

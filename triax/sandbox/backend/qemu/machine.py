@@ -23,7 +23,7 @@ from triax.sandbox.command import sane_path, sane_range, start_folder, variables
 from triax.sandbox.errnos import file_refusal
 from triax.sandbox.guest.channel import AgentRefusal, Channel, Stream
 from triax.sandbox.guest.process import GuestProcess, finish, home_of, refusal
-from triax.sandbox.guest.wire import OPERATION, TERMINAL, Kind, command, hello, number
+from triax.sandbox.guest.wire import AS_BEFORE, OPERATION, TERMINAL, Kind, command, hello, number
 from triax.sandbox.protocol import OUTPUT_LIMIT, Entry, Result, Spec, Usage
 
 if TYPE_CHECKING:
@@ -74,14 +74,17 @@ class QemuMachine:
         emulator.channel.on_open = self._egress.serve if self._egress else None
         self._step = asyncio.Lock()
 
-    async def greet(self) -> None:
+    async def greet(self, *, deterministic: bool = False) -> None:
         """Make the guest a machine of its own: entropy, names, credentials, clock, rules.
+
+        Args:
+            deterministic: Tell its programs of no new generation.
 
         Raises:
             SandboxError: Its agent gave no answer.
         """
         body = hello(
-            self.generation,
+            AS_BEFORE if deterministic else self.generation,
             time.time_ns(),
             self.spec.resources.processes,
             name=self.id[:63],
@@ -288,10 +291,10 @@ class QemuMachine:
         async with self._step:
             await self.backend.save(self, folder, parent=parent, goes_on=True)
 
-    async def fork(self, ids: Sequence[str]) -> "Sequence[QemuMachine | SandboxError]":
+    async def fork(self, ids: Sequence[str], *, deterministic: bool = False) -> "Sequence[QemuMachine | SandboxError]":
         """Split into copies that go on where this one is, each with a memory and disk of its own from now on."""
         async with self._step:
-            return await self.backend.split(self, ids)
+            return await self.backend.split(self, ids, deterministic=deterministic)
 
     @property
     def paused(self) -> bool:

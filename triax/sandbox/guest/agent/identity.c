@@ -55,6 +55,8 @@ static void keep(int which, const char *text, bool line) {
     lengths[which] = size;
 }
 
+#define AS_BEFORE UINT64_MAX /* programs are told of no new generation: what they draw goes on as in the source */
+
 /* Programs that keep generators of their own are told here, while every other process still stands still. */
 static void call_hooks(const char *generation) {
     static const char folder[] = "/etc/triax/restore.d";
@@ -96,13 +98,16 @@ void greet(struct reader *reader) {
         keep(HOSTNAME, name, true);
         if (strlen(machine) == 32) keep(MACHINE, machine, true);
         keep(TOKEN, token, false);
+        bool as_before = generation == AS_BEFORE;
         char *digit = number + sizeof number - 1;
         *digit = 0;
         do *--digit = '0' + generation % 10; while (generation /= 10);
         if (process_limit != processes) set_process_limit(processes);
-        call_hooks(digit);
-        /* last, so that who waits for a new number finds all else in place */
-        keep(GENERATION, digit, true);
+        if (!as_before) {
+            call_hooks(digit);
+            /* last, so that who waits for a new number finds all else in place */
+            keep(GENERATION, digit, true);
+        }
     }
     free(name);
     free(machine);
