@@ -270,6 +270,12 @@ def test_a_killed_conversion_never_looks_whole_and_goes_on_where_it_stopped(made
     assert files_of(target) == files_of(tmp_path / "straight")
 
 
+def test_every_file_is_on_the_disk_before_it_has_its_name(made, tmp_path, disk):
+    run(made["kimi_k2"][0], tmp_path / "out", "bf16", shard_bytes=100_000)
+    disk.check()
+    assert {path for path in (tmp_path / "out").iterdir() if path.name.endswith("_config.json")} <= set(disk.synced)
+
+
 def test_another_conversion_does_not_go_on_with_these_files(made, tmp_path):
     source, target = made["kimi_k3"][0], tmp_path / "out"
     target.mkdir()

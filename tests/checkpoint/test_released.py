@@ -50,6 +50,12 @@ def random_model(shape, seed=0):
     return model
 
 
+def test_an_export_is_on_the_disk_before_it_has_its_name(t0, tmp_path, disk):
+    save_released(random_model(t0), tmp_path / "out", shard_bytes=100_000)
+    disk.check()
+    assert len(disk.synced) > 5
+
+
 def same(ours, theirs):
     expected, found = ours.state_dict(), theirs.state_dict()
     assert expected.keys() == found.keys()

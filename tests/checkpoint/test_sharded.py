@@ -105,6 +105,38 @@ def test_only_the_last_checkpoints_stay(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-5"]
 
 
+def test_a_damaged_checkpoint_takes_no_place_from_a_whole_one(tmp_path):
+    for step in range(1, 4):
+        save(tmp_path, step)
+    truncate(tmp_path / "step-3" / "state.json")
+    save(tmp_path, 4, keep=2)
+    assert [path.name for path in sharded.whole(tmp_path)] == ["step-4", "step-2"]
+    assert (tmp_path / "step-3").exists(), "what is damaged is left for a person to look at"
+    assert not (tmp_path / "step-1").exists()
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, disk):
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=2)
+        disk.check()
+    assert len(disk.synced) > 3 * len(list((tmp_path / "step-3").iterdir()))
+
+
+def test_settings_that_were_altered_are_not_believed(tmp_path):
+    place = save(tmp_path, 1)
+    text = (place / "settings.json").read_text()
+    (place / "settings.json").write_text(text.replace("8", "9"))
+    with pytest.raises(CheckpointError, match=r"settings\.json` does not have its recorded SHA-256"):
+        sharded.settings_of(place)
+
+
+def test_a_whole_checkpoint_of_the_same_step_is_left_as_it_is(tmp_path):
+    place = save(tmp_path, 1)
+    before = {path.name: path.stat().st_ino for path in place.iterdir()}
+    assert save(tmp_path, 1, seed=1) == place
+    assert {path.name: path.stat().st_ino for path in place.iterdir()} == before
+
+
 def truncate(file):
     file.write_bytes(file.read_bytes()[:-1])
 
