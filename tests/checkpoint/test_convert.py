@@ -286,6 +286,99 @@ def test_another_conversion_does_not_go_on_with_these_files(made, tmp_path):
     assert verify(target).is_whole
 
 
+def test_the_mark_of_an_unfinished_conversion_goes_last(made, tmp_path, monkeypatch):
+    unlink, present = os.unlink, []
+
+    def watched(path, **options):
+        if str(path).endswith(UNFINISHED):
+            present.extend(one.name for one in (tmp_path / "out").iterdir())
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", watched)
+    run(made["kimi_linear"][0], tmp_path / "out", "bf16")
+    assert {"config.json", INDEX, "tokenizer_config.json", "generation_config.json"} < set(present)
+    assert not [name for name in present if name.endswith(".tmp")]
+
+
+def test_a_conversion_is_taken_up_only_with_the_same_source_and_options(made, tmp_path):
+    """Anything else would leave files of two conversions beside each other."""
+    source = shutil.copytree(made["kimi_k3"][0], tmp_path / "source")
+    begun = make_plan(source, "bf16", shard_bytes=100_000)
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / UNFINISHED).write_text(json.dumps({"fingerprint": begun.fingerprint}))
+    others = [make_plan(source, "bf16", shard_bytes=99_999), make_plan(source, "triax", shard_bytes=100_000)]
+    others.append(make_plan(source, "bf16", shard_bytes=100_000, layers=range(2)))
+    weights = next(source.glob("*.safetensors"))
+    state = weights.stat()
+    os.utime(weights, ns=(state.st_atime_ns, state.st_mtime_ns + 10**9))
+    others.append(make_plan(source, "bf16", shard_bytes=100_000))
+    os.utime(weights, ns=(state.st_atime_ns, state.st_mtime_ns))
+    config = source / "config.json"
+    config.write_text(config.read_text() + "\n")
+    others.append(make_plan(source, "bf16", shard_bytes=100_000))
+    for plan in others:
+        with pytest.raises(CheckpointError, match="another conversion into it was begun"):
+            convert(plan, target)
+    assert [path.name for path in target.iterdir()] == [UNFINISHED]
+
+
+@pytest.mark.parametrize("family", ["kimi_k3", "kimi_k2", "kimi_k25"])
+def test_what_is_done_in_pieces_is_what_is_done_at_once(miniature, tmp_path, monkeypatch, family):
+    """Real weights take many steps of copying, packing and unpacking; those of a miniature must too."""
+    sizes = miniature.replace(miniature.toy(family), expert=320, experts=2)
+    miniature.write(family, tmp_path / "in", sizes)
+    forms = ("bf16", OWN[family], "fp8" if OWN[family] != "fp8" else "int4")
+    whole = {to: tensors_of(run(tmp_path / "in", tmp_path / to, to)) for to in forms}
+    again = tensors_of(run(tmp_path / "bf16", tmp_path / "again", OWN[family], like=tmp_path / "in"))
+    monkeypatch.setattr("triax.checkpoint.convert.COPIED_AT_ONCE", 10_000)
+    monkeypatch.setattr("triax.checkpoint.convert.UNPACKED_AT_ONCE", 1)
+    for to in forms:
+        found = tensors_of(run(tmp_path / "in", tmp_path / f"{to}-pieces", to))
+        assert found.keys() == whole[to].keys()
+        assert all(same_bytes(found[name], tensor) for name, tensor in whole[to].items())
+    found = tensors_of(run(tmp_path / "bf16", tmp_path / "again-pieces", OWN[family], like=tmp_path / "in"))
+    assert all(same_bytes(found[name], tensor) for name, tensor in again.items())
+
+
+def test_the_export_of_an_earlier_conversion_is_not_taken_for_this_one(t0, tmp_path):
+    """It may be of another step; only a conversion that goes on finds its own."""
+    from triax.checkpoint import sharded
+    from triax.checkpoint.export import released_form
+    from triax.config import show
+    from triax.config.load import Loaded
+    from triax.config.train import Recipe, Run
+    from triax.data.tokenizer import Tokenizer
+    from triax.model.decoder import Decoder
+
+    folder, target = tmp_path / "run", tmp_path / "out"
+    folder.mkdir()
+    recipe = {"model": t0, "train": Run(tokens=4096), "data": {"tokenizer": {"vocab_size": 270}}}
+    (folder / "recipe.json").write_text(json.dumps(show.as_json(Loaded(Recipe.model_validate(recipe), {}, folder))))
+    Tokenizer.train(["def f(x):\n    return x\n" * 20], 270).save(folder / "tokenizer.json")
+    model = Decoder(t0)
+    sharded.save(folder / "checkpoints", 1, {"model": dict(model.state_dict())}, {}, keep=1)
+    stale = tmp_path / "out.export"
+    stale.mkdir()
+    (stale / "config.json").write_text("{}")
+
+    def interrupted():
+        with released_form(folder, target) as export:
+            assert export == stale
+            found = load_released(export).state_dict()
+            assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    inode = (stale / "config.json").stat().st_ino
+    target.mkdir()
+    (target / UNFINISHED).write_text("{}")
+    with released_form(folder, target) as taken_up:
+        assert (taken_up / "config.json").stat().st_ino == inode
+    assert not stale.exists()
+
+
 def test_two_conversions_into_one_folder_are_refused(made, tmp_path):
     plan = make_plan(made["kimi_linear"][0], "bf16", shard_bytes=100_000)
     begun, go_on = threading.Event(), threading.Event()

@@ -168,6 +168,31 @@ def test_u022_numbers_that_no_sound_file_has_are_told(folder, name, change, kind
     assert problems(folder, structure=True) == {}
 
 
+@pytest.mark.parametrize(
+    ("family", "name", "change"),
+    [
+        ("kimi_k3", f"{EXPERT}_scale", lambda t: t[-1, -1].fill_(255)),
+        ("kimi_k2", "model.layers.1.mlp.experts.0.up_proj.weight", lambda t: t.view(torch.uint8)[-1].fill_(0x7F)),
+        (
+            "kimi_k25",
+            "language_model.model.layers.1.mlp.experts.0.up_proj.weight_scale",
+            lambda t: t[-1, -1].fill_(float("nan")),
+        ),
+        ("kimi_k3", f"{AT}self_attn.q_proj.weight", lambda t: t[-1, -1].fill_(float("inf"))),
+        ("kimi_k3", f"{AT}self_attn.dt_bias", lambda t: t[-1].fill_(float("nan"))),
+    ],
+)
+def test_numbers_are_looked_at_to_the_last_of_a_large_weight(miniature, tmp_path, monkeypatch, family, name, change):
+    """Real weights are read in many steps; those of a miniature must too."""
+    monkeypatch.setattr("triax.checkpoint.values.ROWS_OF", 1)
+    monkeypatch.setattr("triax.checkpoint.verify.READ_AT_ONCE", 4096)
+    miniature.write(family, tmp_path / "w", miniature.replace(miniature.toy(family), expert=320, experts=2))
+    for number, path in enumerate(sorted((tmp_path / "w").glob("model-*")), 1):
+        if name in load_file(path):
+            rewrite(tmp_path / "w", lambda tensors: change(tensors[name]), number)
+    assert len(problems(tmp_path / "w")) == 1
+
+
 def test_fp8_codes_that_are_no_numbers_are_told(made, tmp_path):
     folder = shutil.copytree(made["kimi_k2"][0], tmp_path / "k2")
     name = "model.layers.1.mlp.experts.0.up_proj.weight"

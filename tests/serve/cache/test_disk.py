@@ -58,6 +58,25 @@ def filled(simulation, disk):
     return session, memory, count
 
 
+def test_an_entry_is_on_the_disk_before_it_has_its_name(simulation, open_disk, tmp_path, monkeypatch):
+    sync, replace, synced = os.fsync, os.replace, {}
+
+    def watched_sync(handle):
+        sync(handle)
+        synced[os.readlink(f"/proc/self/fd/{handle}")] = os.fstat(handle).st_size
+
+    def watched_replace(old, new):
+        assert synced.pop(str(old)) == os.stat(old).st_size, "renamed before all of it was synced"
+        replace(old, new)
+        named.append(new)
+
+    named = []
+    monkeypatch.setattr(os, "fsync", watched_sync)
+    monkeypatch.setattr(os, "replace", watched_replace)
+    filled(simulation, open_disk(tmp_path, "model", 1 << 20))
+    assert len(named) > 3
+
+
 @pytest.mark.parametrize("host", [(0, 0), (40, 20)])
 def test_a_new_engine_goes_on_with_what_the_old_one_saved(simulation, open_disk, tmp_path, host):
     disk = open_disk(tmp_path, "model", 1 << 20)
