@@ -1,5 +1,6 @@
 import json
 import logging
+import re
 import shutil
 
 import pytest
@@ -439,10 +440,30 @@ def test_the_index_adds_up_the_bytes(folder):
     assert index["metadata"]["total_size"] == sum(stored)
 
 
-def test_f67_a_layer_of_ones_own_has_no_released_name_and_is_told(t0, tmp_path):
+def own_layer(model):
+    model.layers[0].mine = torch.nn.Linear(4, 4, bias=False)
+    return "layers.0.mine.weight"
+
+
+def own_buffer(model):
+    model.layers[1].register_buffer("seen", torch.zeros(1))
+    return "layers.1.seen"
+
+
+def other_shape(model):
+    model.output_norm.weight = torch.nn.Parameter(torch.ones(model.settings.width - 1))
+    return "output_norm.weight"
+
+
+def lost(model):
+    del model.output_norm.weight
+    return "output_norm.weight"
+
+
+@pytest.mark.parametrize("change", [own_layer, own_buffer, other_shape, lost])
+def test_f67_a_layer_of_ones_own_has_no_released_name_and_is_told_before_anything_is_written(t0, tmp_path, change):
     model = random_model(t0)
-    model.layers[0].mine = torch.nn.Linear(4, 4)
-    with pytest.raises(CheckpointError, match=r"no name for `layers\.0\.mine\.weight`.*keep a model with layers of"):
+    name = re.escape(change(model))
+    with pytest.raises(CheckpointError, match=rf"no name, or another shape, for `{name}`; keep a model with layers of"):
         save_released(model, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not list(tmp_path.iterdir())

@@ -7,6 +7,7 @@ from triax.config.model import Model
 from triax.errors import ConfigError
 from triax.model.decoder import Decoder
 from triax.model.layout import Layout
+from triax.optim.groups import unstated
 
 KINDS = ["k3", "kimi_linear", "k2", "full_residuals"]
 
@@ -262,3 +263,15 @@ def test_f61_a_compiled_decoder_computes_what_the_plain_one_does(t0):
         outcomes.append((hidden.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]))
     torch.testing.assert_close(outcomes[1][0], outcomes[0][0])
     torch.testing.assert_close(outcomes[1][1], outcomes[0][1])
+
+
+def test_f67_a_layer_that_does_not_know_the_stream_is_refused_with_advice(t0):
+    model = Decoder(t0)
+    model.layers[2] = torch.nn.Linear(t0.width, t0.width)
+    with pytest.raises(ConfigError, match=r"layer 2 is a `Linear`.*`layers\[i\].mlp`, or subclass DecoderLayer"):
+        model(torch.arange(5), Layout.of([5]))
+
+
+@pytest.mark.parametrize("kind", ["k3", "kimi_linear", "k2", "full_residuals"])
+def test_f67_every_layer_of_ours_says_which_matrices_it_has(family, kind):
+    assert unstated(Decoder(family[kind])) == []

@@ -18,6 +18,7 @@ from triax.model.decoder import Decoder
 from triax.model.layout import Layout
 from triax.model.vision import Media
 from triax.optim.build import build
+from triax.optim.groups import unstated
 from triax.train.groups import group_of
 
 SLOT = 7
@@ -244,3 +245,8 @@ def test_processes_without_pictures_keep_step_with_the_others(seeing, tmp_path):
             torch.testing.assert_close(weight.grad, gradient)
             assert math.isfinite(float(weight.grad.sum()))
             assert weight.grad.any()
+
+
+@pytest.mark.parametrize("form", [{}, K25], ids=["k3", "k25"])
+def test_f67_a_tower_says_that_it_has_no_matrices_for_muon(t0, form):
+    assert unstated(Decoder(Model.model_validate(t0.model_dump() | {"vision": VISION | form}))) == []

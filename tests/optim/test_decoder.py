@@ -1,9 +1,10 @@
 import copy
+import logging
 
 import torch
 from torch.nn import functional as F
 
-from triax.config.optim import MuonClip, QkClip
+from triax.config.optim import AdamW, MuonClip, QkClip
 from triax.model.decoder import Decoder
 from triax.model.layout import Layout
 from triax.optim import build, roles
@@ -65,3 +66,15 @@ def test_a_hybrid_s_logits_stay_under_the_limit_and_kda_is_untouched(t0):
     backward(model)
     (after,) = model.largest_logits().values()
     torch.testing.assert_close(after, largest.clamp(max=limit), rtol=1e-4, atol=1e-4)
+
+
+def test_f67_muon_warns_of_matrices_of_an_unknown_layer_and_adamw_does_not(t0, caplog, monkeypatch):
+    model = Decoder(t0)
+    model.layers[1].mlp = torch.nn.Sequential(torch.nn.Linear(t0.width, 9), torch.nn.Linear(9, t0.width))
+    monkeypatch.setattr(logging.getLogger("triax"), "propagate", True)
+    with caplog.at_level("WARNING", logger="triax"):
+        build(model, AdamW())
+        assert not caplog.records
+        build(model, MuonClip())
+    (record,) = caplog.records
+    assert "no layer states `layers.1.mlp.0.weight`, `layers.1.mlp.1.weight` as matrices" in record.getMessage()

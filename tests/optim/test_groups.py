@@ -8,6 +8,7 @@ from torch import nn
 from triax.config.optim import MuonClip
 from triax.errors import ConfigError
 from triax.optim import build, dump, roles
+from triax.optim.groups import unstated
 
 
 class Layer(nn.Module):
@@ -100,3 +101,33 @@ def test_f67_matrices_that_no_layer_states_are_told_once_by_name(caplog, monkeyp
     (record,) = caplog.records
     assert "no layer states `layers.0.mine.weight` as matrices" in record.getMessage()
     assert "`matrices()`" in record.getMessage()
+
+
+class Own(nn.Module):
+    """A layer of somebody else's: two matrices, a table, a convolution, a gain, none of them stated."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 5))
+        self.table = nn.Embedding(7, 5)
+        self.conv = nn.Conv1d(5, 5, 3)
+        self.gain = nn.Parameter(torch.ones(1, 5))
+
+
+def test_f67_matrices_of_an_unknown_layer_are_found_wherever_it_stands():
+    network = Network()
+    network.layers.append(Own())
+    network.layers[0].more = Own()
+    both = [f"layers.{where}.inside.{n}.weight" for where in ("0.more", "1") for n in (0, 1)]
+    assert unstated(network) == both
+    network.layers[0].more.requires_grad_(requires_grad=False)
+    assert unstated(network) == both[2:]
+
+
+def test_f67_a_layer_that_says_that_it_has_no_matrices_is_taken_at_its_word():
+    network = Network()
+    network.layers.append(Own())
+    network.layers[1].inside.matrices = lambda: {"0.weight": (6,)}
+    assert unstated(network) == ["layers.1.inside.1.weight"]
+    network.layers[1].inside.matrices = dict
+    assert unstated(network) == []

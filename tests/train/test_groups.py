@@ -24,3 +24,9 @@ def test_every_parameter_of_a_whole_k3_has_the_group_that_its_name_says():
     assert group["layers.0.mlp.gate.weight"] == "dense"
     assert group["layers.1.mlp.shared.gate.weight"] == "shared"
     assert group["layers.1.mlp.experts.gate"] == "experts"
+
+
+def test_f67_parameters_of_a_layer_of_one_s_own_have_a_group_too():
+    settings = load_recipe("nano").model
+    group = {name: group_of(f"layers.1.{name}", settings) for name in ("scale", "memory.weight", "mlp.0.weight")}
+    assert group == {"scale": "scale", "memory.weight": "memory", "mlp.0.weight": "dense"}

@@ -212,3 +212,32 @@ def test_bf16_products_leave_every_weight_and_state_in_fp32():
     assert all(tensor.dtype == torch.float32 for tensor in after.values() if tensor.is_floating_point())
     matrix = "layers.1.attention.query_up.weight"
     assert 0 < (after[matrix] - before[matrix]).abs().max() < 1e-4
+
+
+class OwnMlp(torch.nn.Module):
+    """A layer that this package does not know."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inside = torch.nn.Linear(width, 24)
+        self.outside = torch.nn.Linear(24, width)
+
+    def matrices(self):
+        return {"inside.weight": (24,), "outside.weight": (self.outside.out_features,)}
+
+    def forward(self, hidden):
+        return self.outside(self.inside(hidden).relu())
+
+
+def test_f67_a_layer_of_one_s_own_is_trained_by_muon_like_ours():
+    step = fresh()
+    model, recipe = step.model, RECIPE
+    model.layers[1].mlp = OwnMlp(recipe.model.width)
+    step = Step(model.double(), build(model, recipe.optim), recipe)
+    before = copy.deepcopy(model.layers[1].mlp.state_dict())
+    outcome = step([stream([9])], 0.5)
+    assert not outcome.skipped
+    assert outcome.moved.num_orthogonalized == sum(role.num_matrices for role in step.optimizer.roles.values())
+    assert step.optimizer.roles["layers.1.mlp.inside.weight"].rule == "muon"
+    for name, tensor in model.layers[1].mlp.state_dict().items():
+        assert not torch.equal(tensor, before[name]), name

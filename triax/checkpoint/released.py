@@ -20,10 +20,11 @@ from triax.checkpoint.load import load_released
 from triax.checkpoint.names import TensorSpec, inventory
 from triax.checkpoint.published import Family, family_of
 from triax.checkpoint.tokenizer import save_tokenizer, special_ids
-from triax.config.model import MultiToken
+from triax.config.model import Model, MultiToken
 from triax.data.kimi import KimiTokenizer
 from triax.data.tokenizer import Tokenizer
 from triax.errors import CheckpointError
+from triax.model.count import weights
 from triax.model.decoder import Decoder
 
 __all__ = ["load_released", "save_released"]
@@ -58,7 +59,7 @@ def save_released(
 
     Raises:
         ConfigError: The family cannot express the model.
-        CheckpointError: The folder is in use or cannot be written.
+        CheckpointError: The folder is in use or cannot be written, or the model has layers of its own.
     """
     settings = model.settings
     family = family or family_of(settings)
@@ -74,6 +75,7 @@ def save_released(
         raise CheckpointError(
             f"{folder}: is in use; a released checkpoint is written into a new folder; choose another"
         )
+    _refuse_other_layers(model, settings, folder)
     draft = folder.with_name(f"{folder.name}.tmp")
     try:
         shutil.rmtree(draft, ignore_errors=True)
@@ -92,14 +94,25 @@ def save_released(
             folder.rmdir()
         draft.rename(folder)
         _sync(folder.parent)
-    except CheckpointError:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
     except (OSError, SafetensorError) as problem:
         shutil.rmtree(draft, ignore_errors=True)
         raise CheckpointError(
             f"{folder}: could not be written; {problem}; nothing was left there; make room"
         ) from problem
+
+
+def _refuse_other_layers(model: Decoder, settings: Model, folder: Path) -> None:
+    expected = {weight.name: tuple(weight.shape) for weight in weights(settings)}
+    extra = "multi_token."  # may be left out, and then it is not among the expected
+    found = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    other = [name for name in found if name not in expected and not name.startswith(extra)]
+    other += [name for name, shape in expected.items() if found.get(name) != shape]
+    if other:
+        shown = ", ".join(f"`{name}`" for name in other[:8]) + (", …" if len(other) > 8 else "")
+        raise CheckpointError(
+            f"{folder}: the released layout has no name, or another shape, for {shown}; keep a model with layers of "
+            "its own as a run's checkpoint (`triax.checkpoint.sharded.save`), or leave the layer out"
+        )
 
 
 def _to_file(spec: TensorSpec, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -114,16 +127,6 @@ def _to_file(spec: TensorSpec, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _write_weights(model: Decoder, folder: Path, specs: list[TensorSpec], dtype: torch.dtype, shard_bytes: int) -> None:
     state = model.state_dict()
-    known = {spec.ours for spec in specs}
-    unknown = [
-        name for name, _ in model.named_parameters() if name not in known and not name.startswith("multi_token.")
-    ]
-    if unknown:
-        shown = ", ".join(f"`{name}`" for name in unknown[:8]) + (", …" if len(unknown) > 8 else "")
-        raise CheckpointError(
-            f"{folder}: the released layout has no name for {shown}; keep a model with layers of its own as a run's "
-            "checkpoint (`triax.checkpoint.sharded.save`), or leave the layer out"
-        )
     shards = list(_shards(specs, dtype, shard_bytes))
     listed: dict[str, str] = {}
     total = 0

@@ -175,7 +175,11 @@ class Decoder(nn.Module):
         is_full = residuals is not None and residuals.kind == "full"
         block = residuals.block_layers if isinstance(residuals, BlockResiduals) else 0
         for i, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
+            if not isinstance(layer, DecoderLayer):
+                raise ConfigError(
+                    f"model.decoder: layer {i} is a `{type(layer).__name__}`, which does not know the stream; "
+                    "put a layer of your own in as `layers[i].attention` or `layers[i].mlp`, or subclass DecoderLayer"
+                )
             if taps is not None:
                 taps[i] = stream.read(layer.attention_mix)
             layer(

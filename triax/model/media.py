@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from triax.config.vision import Vision
 from triax.errors import ConfigError
 from triax.model.layout import Layout
+from triax.model.matrix import Blocks
 from triax.model.norm import RMSNorm
 from triax.model.vision import Media, VisionTower, product
 
@@ -56,6 +57,10 @@ class MediaEncoder(nn.Module):
         self.settings = settings
         self.tower = VisionTower(settings, init_std)
         self.projector = Projector(settings, width, init_std)
+
+    def matrices(self) -> Blocks:
+        """Return no matrices: AdamW's are all of them."""
+        return {}
 
     def forward(self, media: Media, taps: dict[Any, Tensor] | None = None) -> Float[Tensor, "S D"]:
         """Return the tokens of all items, in order; `taps` as in the tower, and the result as `vision.tokens`."""

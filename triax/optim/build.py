@@ -77,7 +77,7 @@ class Optimizer:
                 shown = ", ".join(f"`{name}`" for name in left[:8]) + (", …" if len(left) > 8 else "")
                 logger("optim").warning(
                     "no layer states %s as matrices: AdamW moves them, without decay; give the layer a method "
-                    "`matrices()` for Muon to take them",
+                    "`matrices()` for Muon to take them, an empty one if AdamW should",
                     shown,
                 )
             self.query_key = settings.qk_clip

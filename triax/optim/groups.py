@@ -9,6 +9,7 @@ from torch import nn
 from triax.errors import ConfigError
 
 NO_MATRICES = ("beta.weight", "query_conv", "key_conv", "value_conv")  # of several rows, and AdamW's all the same
+LEFT_OUT = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 VOCABULARY = ("embed.weight", "head.weight")  # tables over the vocabulary: AdamW's, but decayed like matrices
 
 
@@ -58,15 +59,21 @@ def roles(model: nn.Module, *, muon: bool = True) -> dict[str, Role]:
 def unstated(model: nn.Module) -> list[str]:
     """Return the trainable matrices that no layer states, so that AdamW moves them without decay.
 
-    Those that the network leaves out on purpose are not among them: tables over the vocabulary, short convolutions, and
-    `beta`, whose rows are single heads.
+    Those that are left out on purpose are not among them: tables over a vocabulary, convolutions, `beta`, whose rows
+    are single heads, and all that a layer holds whose `matrices()` is empty.
     """
     stated = _stated(model)
+    silent = [
+        f"{where}."
+        for where, module in model.named_modules()
+        if isinstance(module, LEFT_OUT) or (callable(found := getattr(module, "matrices", None)) and not found())
+    ]
     return [
         name
         for name, weight in model.named_parameters()
         if weight.requires_grad and weight.ndim > 1 and min(weight.shape[-2:]) > 1
         if id(weight) not in stated and not name.endswith((*VOCABULARY, *NO_MATRICES))
+        if not name.startswith(tuple(silent))
     ]
 
 

@@ -14,9 +14,11 @@ def group_of(name: str, settings: Model) -> str:
         return "norms"
     if parts[0] != "layers":
         return parts[0]
-    part = parts[3]
     if parts[2] == "attention":
         return "attention" if settings.is_mla(int(parts[1])) else "kda"
+    if parts[2] != "mlp" or len(parts) < 5:
+        return parts[2]  # of a layer that is not ours
+    part = parts[3]
     if part in ("router", "experts", "shared"):
         return part
     return "latent" if part.startswith("latent") else "dense"

@@ -119,7 +119,8 @@ class Measure:
         if not on:
             return
         for number, layer in enumerate(self.parts.model.layers):
-            assert isinstance(layer, DecoderLayer)
+            if not isinstance(layer, DecoderLayer):
+                continue
             if isinstance(layer.attention, KDA):
                 self._hook(layer.attention, number, _decay)
             dense = layer.mlp if isinstance(layer.mlp, GatedMlp) else getattr(layer.mlp, "shared", None)
