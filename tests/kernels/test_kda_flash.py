@@ -278,7 +278,11 @@ def test_maps_of_segments_with_keys_of_256_join_on_a_gpu_to_the_whole():
     whole = kda(query, key, value, *gates, state, (0, 300), lowest_log_decay=-5.0).state
     maps = segment_map(key, value, *gates, (0, 130, 300), lowest_log_decay=-5.0)
     after = maps.keep[:1] @ state + maps.add[:1]
-    torch.testing.assert_close(maps.keep[1:] @ after + maps.add[1:], whole, rtol=2e-2, atol=2e-3)
+    joined = maps.keep[1:] @ after + maps.add[1:]
+    # Rounded bf16 products err in proportion to the whole memory, not to each of its numbers.
+    exact = reference.kda(query.double(), key.double(), value.double(), *gates, state, (0, 300)).state
+    for found in (whole, joined):
+        assert (found.double() - exact).norm() < 6e-3 * exact.norm()
 
 
 @pytest.mark.gpu

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from triax.kernels.device import launch
 
-ROWS, COLUMNS, CHANNELS = 128, 128, 64
+CHANNELS = 64  # multiplied at once
+STAGES = 3  # of the pipeline that fetches keys, where they fit
+ROOM = 227 * 1024  # bytes of shared memory that a block of Hopper can have
 
 
 @triton.jit
@@ -52,25 +54,54 @@ def largest(
     scale: float,
 ) -> Float[Tensor, " H"]:
     """Return the largest scaled logit of each head over all pairs that causal attention sees, in fp32."""
-    tiles = _tiles(tuple(query_starts), tuple(key_starts), query.device)
+    on_gpu = query.device.type == "cuda"
+    room = torch.cuda.get_device_properties(query.device).shared_memory_per_block_optin if on_gpu else ROOM
+    side, stages = fitting(query.shape[2], query.itemsize, room)
+    tiles = _tiles(tuple(query_starts), tuple(key_starts), side, query.device)
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
     part = torch.full((len(tiles), query.shape[1]), -torch.inf, device=query.device)
     precision = "ieee" if query.dtype is torch.float32 else "tf32"
     launch(
         _largest, tuple(part.shape), query, key, tiles, part, *query.stride()[:2], *key.stride()[:2], query.shape[1],
-        query.shape[2], min(CHANNELS, max(16, triton.next_power_of_2(query.shape[2]))), ROWS, COLUMNS, precision,
-        num_warps=8,
+        query.shape[2], _piece(query.shape[2]), side, side, precision, num_warps=8, num_stages=stages,
     )  # fmt: skip
     return part.amax(0) * scale if len(part) else part.new_full(part.shape[1:], -torch.inf)
 
 
+@lru_cache
+def fitting(channels: int, itemsize: int, room: int) -> tuple[int, int]:
+    """Return rows and columns of a tile, and stages of its pipeline, that fit in so many bytes of shared memory.
+
+    A tile's queries stay there whole, its keys in as many copies as are on their way. In fp32 larger tiles than 64
+    would also spill kilobytes of registers.
+    """
+    side = 128 if itemsize < 4 else 64
+    while side > 16:
+        for stages in range(STAGES, 0, -1):
+            if shared_bytes(channels, itemsize, side, stages) <= room:
+                return side, stages
+        side //= 2
+    return side, 1
+
+
+def shared_bytes(channels: int, itemsize: int, side: int, stages: int) -> int:
+    """Return the most bytes of shared memory that a block with tiles of this side takes."""
+    piece = _piece(channels)
+    pieces = -(-channels // piece)
+    return side * piece * itemsize * (pieces + (1 if stages == 1 else pieces * stages))
+
+
+def _piece(channels: int) -> int:
+    return min(CHANNELS, max(16, triton.next_power_of_2(channels)))
+
+
 @lru_cache(maxsize=8)  # every layer of a forward asks for the same one
 @torch.inference_mode(False)
-def _tiles(query_starts: tuple[int, ...], key_starts: tuple[int, ...], device: torch.device) -> Tensor:
+def _tiles(query_starts: tuple[int, ...], key_starts: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
     tiles = []
     for row, (first, end) in enumerate(pairwise(query_starts)):
         past = key_starts[row + 1] - key_starts[row] - (end - first)
-        for start in range(first, end, ROWS):
-            tiles.append((start, min(ROWS, end - start), key_starts[row], past + start - first))
+        for start in range(first, end, rows):
+            tiles.append((start, min(rows, end - start), key_starts[row], past + start - first))
     tiles.sort(key=lambda tile: -tile[3])  # the longest first
     return torch.tensor(tiles, dtype=torch.int32).reshape(-1, 4).to(device)
