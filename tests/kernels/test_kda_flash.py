@@ -87,6 +87,21 @@ def test_interpreted_kernels_match_the_recurrence(flash, kind, lengths, channels
 
 @pytest.mark.kernel
 @pytest.mark.skipif(ON_GPU, reason="the kernels are compiled here; the gpu tests run them")
+@pytest.mark.parametrize("kind", ["random", "repeated", "fastest"])
+def test_interpreted_kernels_with_tiles_anchored_at_their_start_match_the_recurrence(flash, kind):
+    x, lengths = inputs((70, 0, 1, 20), 1, 32, 32, kind), (70, 0, 1, 20)
+
+    def operation(*y, states_at):
+        return flash.kda_flash(*y[:6], list(y[6]), list(states_at), 16, True)[:3]
+
+    found = outcome(operation, x, lengths, (33, 70))
+    expected = outcome(reference.kda, [t.double() for t in x], lengths, (33, 70))
+    wrong = {n: ((found[n].double() - y).norm() / y.norm().clamp_min(1e-6)).item() for n, y in expected.items()}
+    assert max(wrong.values()) < 1e-4, wrong
+
+
+@pytest.mark.kernel
+@pytest.mark.skipif(ON_GPU, reason="the kernels are compiled here; the gpu tests run them")
 @pytest.mark.parametrize("channels", [32, 256])
 def test_interpreted_kernels_take_slices_shared_keys_and_no_state(flash, channels):
     wide = inputs((20,), 2, 3 * channels, 32, "random")
@@ -161,8 +176,8 @@ def compiled(hopper, flash):
     wanted = {
         f"{kernel.__name__} {channels} {anchored}": to_compile(flash, kernel, torch.bfloat16, channels, anchored)
         for kernel, channels, anchored in (
-            (flash.prepare, 128, 32), (flash.prepare, 128, 16), (flash.scan, 128, 32), (flash.scan_back, 128, 32),
-            (flash.gradients, 128, 32), (flash.gradients, 128, 16), (flash.scan, 256, 32), (flash.scan_back, 256, 32),
+            (flash.prepare, 128, 32), (flash.prepare, 128, 8), (flash.scan, 128, 32), (flash.scan_back, 128, 32),
+            (flash.gradients, 128, 32), (flash.gradients, 128, 8), (flash.scan, 256, 32), (flash.scan_back, 256, 32),
         )
     }  # fmt: skip
     return dict(zip(wanted, hopper(list(wanted.values())), strict=True))

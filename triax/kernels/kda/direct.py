@@ -26,9 +26,9 @@ def with_gradient(forward: Pass, backward: Pass, num_streams: int) -> Callable[.
     """Return the forward pass with its gradient, as it runs where it is called.
 
     Args:
-        forward: Takes streams, the first states or none, and four numbers; returns what was read, two kinds of states,
-            and two tensors for the backward pass.
-        backward: Takes the streams, these two, three gradients, and the first three numbers; returns a gradient for
+        forward: Takes streams, the first states or none, and numbers; returns what was read, two kinds of states, and
+            two tensors for the backward pass.
+        backward: Takes the streams, these two, three gradients, and the numbers but the last; returns a gradient for
             each stream and for the first states.
         num_streams: Number of streams.
     """
@@ -72,4 +72,5 @@ def _backward(operation: Callable[..., Any], ctx: Any, *gradients: Tensor | None
         for given, (shape, dtype) in zip(gradients[1:3], ctx.memories, strict=True)
     ]
     *streams, d_state = operation(*saved, d_read, *d_memories, *ctx.numbers)
-    return *streams, None if ctx.of_state is None else d_state.to(ctx.of_state), None, None, None, None
+    of_numbers = (None for _ in range(len(ctx.numbers) + 1))
+    return *streams, None if ctx.of_state is None else d_state.to(ctx.of_state), *of_numbers

@@ -108,11 +108,14 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
 def rows_anchored(lowest_log_decay: float, dtype: torch.dtype) -> int:
     """Return how many rows of a chunk share an anchor: few enough for their decay to stay in range.
 
-    Unbounded gates of fp32 products get 1, which is exact; of bf16 products 16, which holds a token's log decay at -10.
+    Bounded gates get 32, anchored at the middle: a later gate may then change the last bits of what came before it.
+    Where the caller wants torch to be deterministic (`torch.use_deterministic_algorithms`) they get 16, anchored at
+    their start and causal to the bit. Unbounded gates always are: of fp32 products they get 1, which is exact, of bf16
+    products 8, which holds a token's log decay at -10.
     """
     if lowest_log_decay >= LOWEST_ANCHORED:
-        return 32
-    return 1 if dtype == torch.float32 else 16
+        return 16 if torch.are_deterministic_algorithms_enabled() else 32
+    return 1 if dtype == torch.float32 else 8
 
 
 def kda(

@@ -12,7 +12,8 @@ from triax.kernels.kda.flash_forward import (
     at_use,
     binary_gates,
     crossing,
-    since_middle,
+    is_below,
+    since_start,
     since_tile,
     until_tile,
 )
@@ -190,17 +191,17 @@ def gradients(
         column = (key * down).to(E)
         of_query, of_column, dG = add_pairs(taken, row, column, up, down, of_query, of_column, dG, PRECISION)
     else:
-        for level in tl.static_range(4 if ANCHORED == 16 else 0, 5):
-            taken = tl.where((r[:, None] > i) & (((r[:, None] >> level) ^ (i >> level)) == 1), pairs, 0.0).to(E)
+        for level in tl.static_range(4 if ANCHORED == 16 else 3 if ANCHORED == 8 else 0, 5):
+            taken = tl.where(is_below(r[:, None], i, level), pairs, 0.0).to(E)
             x = tl.exp2(crossing(gates, 1 << level, EXACT))
             row = (query * x).to(E)
             column = (key * x).to(E)
             of_query, of_column, dG = add_pairs(taken, row, column, x, x, of_query, of_column, dG, PRECISION)
-        if ANCHORED == 16:
-            taken = tl.where((r[:, None] > i) & (r[:, None] // 16 == i // 16), pairs, 0.0).to(E)
-            middle = since_middle(gates, EXACT)
-            up = tl.exp2(middle)
-            down = tl.exp2(-middle)
+        if ANCHORED > 1:
+            taken = tl.where((r[:, None] > i) & (r[:, None] // ANCHORED == i // ANCHORED), pairs, 0.0).to(E)
+            since_own = since_start(gates, ANCHORED, EXACT)
+            up = tl.exp2(since_own)
+            down = tl.exp2(-since_own)
             row = (query * up).to(E)
             column = (key * down).to(E)
             of_query, of_column, dG = add_pairs(taken, row, column, up, down, of_query, of_column, dG, PRECISION)
@@ -241,17 +242,17 @@ def gradients(
         column = (key * down).to(E)
         of_row, of_column, dG = add_pairs(taken, row, column, up, down, of_row, of_column, dG, PRECISION)
     else:
-        for level in tl.static_range(4 if ANCHORED == 16 else 0, 5):
-            taken = tl.where((again > i) & (((again >> level) ^ (i >> level)) == 1), pairs, 0.0).to(E)
+        for level in tl.static_range(4 if ANCHORED == 16 else 3 if ANCHORED == 8 else 0, 5):
+            taken = tl.where(is_below(again, i, level), pairs, 0.0).to(E)
             x = tl.exp2(crossing(gates, 1 << level, EXACT))
             row = (bk * x).to(E)
             column = (key * x).to(E)
             of_row, of_column, dG = add_pairs(taken, row, column, x, x, of_row, of_column, dG, PRECISION)
-        if ANCHORED == 16:
-            taken = tl.where((again > i) & (again // 16 == i // 16), pairs, 0.0).to(E)
-            middle = since_middle(gates, EXACT)
-            up = tl.exp2(middle)
-            down = tl.exp2(-middle)
+        if ANCHORED > 1:
+            taken = tl.where((again > i) & (again // ANCHORED == i // ANCHORED), pairs, 0.0).to(E)
+            since_own = since_start(gates, ANCHORED, EXACT)
+            up = tl.exp2(since_own)
+            down = tl.exp2(-since_own)
             row = (bk * up).to(E)
             column = (key * down).to(E)
             of_row, of_column, dG = add_pairs(taken, row, column, up, down, of_row, of_column, dG, PRECISION)
@@ -266,7 +267,7 @@ def gradients(
     query = tl.load(q + (r[:, None] * qt + c[None, :]), mask=on, other=0.0).to(tl.float32)
     tl.store(dk + y, (of_row + of_column + own * query).to(dk.dtype.element_ty), mask=on)
     dg_rows = add_rows(tl.where(r[:, None] <= i, 1.0, 0.0), dG, EXACT) + end[None, :]
-    if ANCHORED == 16:
+    if ANCHORED == 8:
         # The gradient of what a gate that was held would have kept, not of what it kept.
         asked = tl.load(g + (r[:, None] * gt + c[None, :]), mask=on, other=0.0).to(tl.float32) * 1.4426950408889634
         dg_rows *= tl.exp2(tl.minimum(asked - LOWEST, 0.0))

@@ -1,10 +1,13 @@
 """The forward kernels of the flash form: prepare every chunk, then walk each sequence with its state in registers.
 
 A chunk is 64 rows in tiles of ANCHORED rows. With c the log decay summed inside a tile up to a row, t its sum over the
-tile: anchored at the middle of the tile, e^(c - t/2) and e^(t/2 - c) stay inside the range of bf16 while no step of 32
-is below -5.4, or no step of 16 below -10.8, so a tile's products are one matrix product. What crosses a border between
-halves of the chunk, or of a half, is anchored at that border: factors there are never above 1.
-A gate without a bound has tiles of 16 and is held at `LOWEST`: of a channel that forgets more, e^-10 remains, 4.5e-5.
+tile: anchored at the middle of a tile of 32, e^(c - t/2) and e^(t/2 - c) stay inside the range of bf16 while no step is
+below -5.4, so a tile's products are one matrix product. What crosses a border between halves of the chunk, of a half
+and so on, is anchored at that border: factors there are never above 1.
+The middle knows of gates that come after a row, which then move its last bits. Smaller tiles are anchored where they
+start and causal to the bit: with a power of two that centres them on 1, e^c and e^-c stay in range while no step of 16
+is below -5.4, or no step of 8 below -10.8.
+A gate without a bound has tiles of 8 and is held at `LOWEST`: of a channel that forgets more, e^-10 remains, 4.5e-5.
 In fp32 it has tiles of 1: the products are summed over halvings of the chunk, and nothing remains.
 
 `no_type_check` keeps the tests' shape hook off: wrapped by it, interpreted kernels do not find each other.
@@ -16,7 +19,9 @@ import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(-14.4375)
-"""The log decay to base 2 at which unbounded gates are held in tiles of 16; a sum of two bf16 numbers."""
+"""The log decay to base 2 at which unbounded gates are held in tiles of 8; a sum of two bf16 numbers."""
+BALANCE = tl.constexpr(58.0)
+"""Log to base 2 of what factors of tiles anchored at their start are multiplied with: half of 16 steps of -5."""
 
 
 @triton.jit
@@ -43,7 +48,7 @@ def add_rows(ones, x, EXACT: tl.constexpr):
 def binary_gates(g, ANCHORED: tl.constexpr, EXACT: tl.constexpr):
     """Log decays to base 2, rounded to what `add_rows` adds without error."""
     gates = g.to(tl.float32) * 1.4426950408889634
-    if ANCHORED == 16:
+    if ANCHORED == 8:
         gates = tl.maximum(gates, LOWEST)
     if not EXACT:
         gates = (gates.to(tl.int32, bitcast=True) & -256).to(tl.float32, bitcast=True)
@@ -74,12 +79,19 @@ def until_tile(gates, since, tile_sum, ANCHORED: tl.constexpr, EXACT: tl.constex
 
 @triton.jit
 @no_type_check
-def since_middle(gates, EXACT: tl.constexpr):
-    """Sum the gates of a tile of 16 rows up to each row, less half of their sum."""
+def since_start(gates, ANCHORED: tl.constexpr, EXACT: tl.constexpr):
+    """Sum the gates of a tile of ANCHORED rows up to each row, balanced."""
     r = tl.arange(0, 64)
     t = r[:, None]
     i = r[None, :]
-    return add_rows(tl.where(t // 16 == i // 16, tl.where(t >= i, 0.5, -0.5), 0.0), gates, EXACT)
+    return add_rows(tl.where((t // ANCHORED == i // ANCHORED) & (t >= i), 1.0, 0.0), gates, EXACT) + BALANCE
+
+
+@triton.jit
+@no_type_check
+def is_below(r, i, level: tl.constexpr):
+    """Say whether row and column lie in the second and the first half of one block of 2 << level rows."""
+    return (r > i) & (((r >> level) ^ (i >> level)) == 1)
 
 
 @triton.jit
@@ -188,17 +200,16 @@ def prepare(
             A = tl.dot((key * row).to(E), column, A, input_precision=PRECISION)
             R = tl.dot((query * row).to(E), column, R, input_precision=PRECISION)
         else:
-            for level in tl.static_range(4 if ANCHORED == 16 else 0, 5):
+            for level in tl.static_range(4 if ANCHORED == 16 else 3 if ANCHORED == 8 else 0, 5):
                 x = tl.exp2(crossing(gates, 1 << level, EXACT))
-                near = (r[:, None] > i) & (((r[:, None] >> level) ^ (i >> level)) == 1)
+                near = is_below(r[:, None], i, level)
                 scaled = (key * x).to(E)
                 column = tl.trans(scaled)
                 A += tl.where(near, tl.dot(scaled, column, input_precision=PRECISION), 0.0)
                 R += tl.where(near, tl.dot((query * x).to(E), column, input_precision=PRECISION), 0.0)
-            if ANCHORED == 16:
-                # Above the diagonal a product may be infinite here too.
-                since = since_middle(gates, EXACT)
-                near = (r[:, None] > i) & (r[:, None] // 16 == i // 16)
+            if ANCHORED > 1:
+                since = since_start(gates, ANCHORED, EXACT)
+                near = (r[:, None] > i) & (r[:, None] // ANCHORED == i // ANCHORED)
                 column = tl.trans((key * tl.exp2(-since)).to(E))
                 up = tl.exp2(since)
                 A += tl.where(near, tl.dot((key * up).to(E), column, input_precision=PRECISION), 0.0)

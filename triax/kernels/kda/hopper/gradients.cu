@@ -6,8 +6,8 @@
 // A pair of tokens adds to the gates at and before one and takes from those at and before the other: in the sum up to a
 // gate almost all of it cancels, so both sides take the very same rounded factors.
 //
-// With ANCHORED = 16 a warp multiplies alone, a tile of 16 tokens at a time, and keeps no factors: registers are room for
-// what is anchored in three ways.
+// With ANCHORED below 32 a warp multiplies alone, a tile of 16 tokens at a time, and keeps no factors: registers are room
+// for what is anchored in three ways, or in four.
 //
 // RAW: as in `prepare`; the gradients are those of what came in, and the two blocks of a head exchange their dot products.
 
@@ -89,23 +89,24 @@ DEVICE void rows_done(const float (&x)[32], const float (&half_first)[2], const 
 
 #else
 // The same where rows have columns in their own tile, in the one before in its half, and in the half before.
-template <typename P, typename R, typename C, typename F>
-DEVICE void rows_done(const float (&full)[2][4], const float (&own_half)[2][4], const float (&state)[32], int of_key,
-                      u32 pairs, P&& powers, R&& row_factors, C&& column_factors, F&& visit) {
+template <typename T, typename S, typename P, typename R, typename C, typename F>
+DEVICE void rows_done(T&& tile_sum, S&& since, const float (&state)[32], int of_key, u32 pairs, P&& powers,
+                      R&& row_factors, C&& column_factors, F&& visit) {
     u32 unused[4], near_column[4], far_column[2][4];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         float own[2][4] = {}, near[2][4] = {}, far[2][4] = {};
-        u32 a[4], near_row[4], far_row[4], pair[4];
+        u32 a[4], step[4], near_row[4], far_row[4], pair[4];
         if (j & 1) {
             corner(pair, pairs, 16 * j, 16 * j - 16);
             warp_product(near, near_column, pair);
         }
         float2 factor[4];
         powers(factor, j, -1.f);
-        column_factors(factor, j, a, near_column, j < 2 ? far_column[j] : unused);
+        column_factors(factor, j, a, step, near_column, j < 2 ? far_column[j] : unused);
         corner(pair, pairs, 16 * j, 16 * j);
-        warp_product(own, a, pair);
+        warp_product(own[0], a, pair[0], pair[1]);
+        warp_product(own[1], step, pair[2], pair[3]);
         if (j >= 2)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -120,7 +121,7 @@ DEVICE void rows_done(const float (&full)[2][4], const float (&own_half)[2][4], 
         for (int r = 0; r < 2; r++) {
             float sum = 0.f;
 #pragma unroll
-            for (int i = 0; i < j; i++) sum += full[r][i];
+            for (int i = 0; i < j; i++) sum += tile_sum(r, i);
             start[r] = power(sum);
         }
 #pragma unroll
@@ -128,16 +129,16 @@ DEVICE void rows_done(const float (&full)[2][4], const float (&own_half)[2][4], 
             int r = e & 1, n = e >> 1;
             float o0 = own[n][2 * r], o1 = own[n][2 * r + 1];
             float p0 = o0 * up[e].x, p1 = o1 * up[e].y, g0 = low(a[e]) * o0, g1 = high(a[e]) * o1;
-            float since0 = up[e].x * own_half[r][j], since1 = up[e].y * own_half[r][j];
+            float from = since(r, j, n), since0 = up[e].x * from, since1 = up[e].y * from;
             if (j & 1) {
                 o0 = near[n][2 * r], o1 = near[n][2 * r + 1];
                 p0 += o0 * since0, p1 += o1 * since1;
                 g0 += low(near_row[e]) * o0, g1 += high(near_row[e]) * o1;
             }
             if (j >= 2) {
-                float next = j == 3 ? own_half[r][2] : 1.f;
+                float next = j == 3 ? power(tile_sum(r, 2)) : 1.f;
                 o0 = far[n][2 * r], o1 = far[n][2 * r + 1];
-                p0 += o0 * (since0 * next * next), p1 += o1 * (since1 * next * next);
+                p0 += o0 * (since0 * next), p1 += o1 * (since1 * next);
                 g0 += low(far_row[e]) * o0, g1 += high(far_row[e]) * o1;
             }
             int i = 4 * j + e;
@@ -180,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
     rows_in(at + QUERY, q + start * q_token + h / sharing * q_head + 64 * half, q_token, rows);
     rows_in(at + KEY, k + start * k_token + h / sharing * k_head + 64 * half, k_token, rows);
     constexpr int EIGHTS = ANCHORED / 8;
-    float x[32], full[2][ROWS / ANCHORED];  // log decays since the middle of the tile; of either row's tiles
+    float x[32], full[2][ROWS / ANCHORED];  // log decays since the tile's anchor; of either row's tiles
 #if RAW
     rows_in(at + PAIRS + TILE, gates + start * g_token + h * g_head + 64 * half, g_token, rows);
 #else
@@ -217,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         for (int e = 0; e < 8; e++) {
             int i = 8 * j + e, t = 8 * (i >> 2) + 2 * l + (i & 1);
             float slope, z = (e & 1 ? high(four[e >> 1]) : low(four[e >> 1])) + bias[(e >> 1) & 1];
-            x[i] = t >= rows ? 0.f : ANCHORED == 16 ? -rate * softplus(z, slope) : lowest * sigmoid(rate * z);
+            x[i] = t >= rows ? 0.f : ANCHORED == 8 ? -rate * softplus(z, slope) : lowest * sigmoid(rate * z);
         }
     }
     __syncthreads();  // pairs come where the gates were
@@ -228,18 +229,32 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #pragma unroll
         for (int b = 0; b < 8; b++) {
             float &x0 = x[4 * b + 2 * r], &x1 = x[4 * b + 2 * r + 1];
-            if (ANCHORED == 16) x0 = fmaxf(x0, HELD / 1.4426950408889634f), x1 = fmaxf(x1, HELD / 1.4426950408889634f);
-            float both = (x0 + x1) * 1.4426950408889634f, upto = both, far;
+            if (ANCHORED == 8) x0 = fmaxf(x0, HELD / 1.4426950408889634f), x1 = fmaxf(x1, HELD / 1.4426950408889634f);
+            float both = (x0 + x1) * 1.4426950408889634f, far;
+#if ANCHORED == 32
+            float upto = both;
             far = __shfl_up_sync(~0u, upto, 1, 4), upto += l >= 1 ? far : 0.f;
             far = __shfl_up_sync(~0u, upto, 2, 4), upto += l >= 2 ? far : 0.f;
             x0 = sum + upto - both + x0 * 1.4426950408889634f;
             x1 = sum + upto;
             sum += __shfl_sync(~0u, upto, 3, 4);
+#else
+            // Of the tokens before a pair alone: a difference of sums would round by the later one's gate.
+            far = __shfl_up_sync(~0u, both, 1, 4);
+            float before = l >= 1 ? far : 0.f;
+            far = __shfl_up_sync(~0u, before, 1, 4), before += l >= 2 ? far : 0.f;
+            far = __shfl_up_sync(~0u, before, 2, 4), before += l >= 2 ? far : 0.f;
+            x0 = sum + before + x0 * 1.4426950408889634f;
+            x1 = sum + before + both;
+            sum += __shfl_sync(~0u, before + both, 3, 4);
+#endif
             if (b % EIGHTS == EIGHTS - 1) full[r][b / EIGHTS] = sum, sum = 0.f;
         }
 #pragma unroll
-        for (int b = 0; b < 8; b++)
-            x[4 * b + 2 * r] -= 0.5f * full[r][b / EIGHTS], x[4 * b + 2 * r + 1] -= 0.5f * full[r][b / EIGHTS];
+        for (int b = 0; b < 8; b++) {
+            float anchor = ANCHORED == 32 ? 0.5f * full[r][b / EIGHTS] : -BALANCE;
+            x[4 * b + 2 * r] -= anchor, x[4 * b + 2 * r + 1] -= anchor;
+        }
     }
 #if ANCHORED == 32
     float half_first[2], half_second[2];  // e to half of either tile's decay; together they may be below all numbers
@@ -247,9 +262,17 @@ extern "C" __global__ void __launch_bounds__(128, 2)
     for (int r = 0; r < 2; r++)
         half_first[r] = power(0.5f * full[r][0]), half_second[r] = power(0.5f * full[r][1]);
 #else
-    float own_half[2][4];
-#pragma unroll
-    for (int i = 0; i < 8; i++) own_half[i & 1][i >> 1] = power(0.5f * full[i & 1][i >> 1]);
+    constexpr int TILES_OF_16 = 16 / ANCHORED;
+    auto tile_sum = [&](int r, int j) {
+        return ANCHORED == 16 ? full[r][j] : full[r][TILES_OF_16 * j] + full[r][TILES_OF_16 * (j + 1) - 1];
+    };
+    // From the start of a tile of 16 to the anchor of its n-th eight, and from that anchor to the tile's end; balanced.
+    auto since = [&](int r, int j, int n) {
+        return ANCHORED == 8 && n ? power_anew(full[r][TILES_OF_16 * j] - BALANCE) : UNBALANCED;
+    };
+    auto until = [&](int r, int j, int n) {
+        return power_anew(BALANCE + (ANCHORED == 8 && n ? full[r][TILES_OF_16 * (j + 1) - 1] : tile_sum(r, j)));
+    };
 #endif
     barrier_wait(loaded, 0);
 #if RAW
@@ -389,28 +412,33 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         float2 b = key_at(i), w = beta_at(i);
         return make_float2(b.x * -w.x, b.y * -w.y);
     };
-    // Rounded factors of tile j: since the middle of it or until there; since its start or until its end; and since the
-    // border in the middle of the chunk or until there.
+    // Rounded factors of tile j: since the own anchor or until there; of columns until the second anchor, where they lie
+    // before it; since the tile's start or until its end; and since the border in the middle of the chunk or until there.
     auto row_factors = [&](int of_key, const float2 (&up)[4], int j, u32 (&own)[4], u32 (&near)[4], u32 (&far)[4]) {
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             float2 a = row_at(of_key, 4 * j + e);
-            float half = own_half[e & 1][j], next = j == 3 ? own_half[e & 1][2] : 1.f;
+            float from = since(e & 1, j, e >> 1), next = j == 3 ? power(tile_sum(e & 1, 2)) : 1.f;
             a.x *= up[e].x, a.y *= up[e].y;
             own[e] = pack(a.x, a.y);
-            near[e] = pack(a.x * half, a.y * half);
-            far[e] = pack(a.x * half * next * next, a.y * half * next * next);
+            near[e] = pack(a.x * from, a.y * from);
+            far[e] = pack(a.x * from * next, a.y * from * next);
         }
     };
-    auto column_factors = [&](const float2 (&down)[4], int j, u32 (&own)[4], u32 (&near)[4], u32 (&far)[4]) {
+    auto column_factors = [&](const float2 (&down)[4], int j, u32 (&own)[4], u32 (&step)[4], u32 (&near)[4],
+                              u32 (&far)[4]) {
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             float2 b = key_at(4 * j + e);
-            float half = own_half[e & 1][j], next = j == 0 ? own_half[e & 1][1] : 1.f;
+            float to = until(e & 1, j, e >> 1), next = j == 0 ? power(tile_sum(e & 1, 1)) : 1.f;
             b.x *= down[e].x, b.y *= down[e].y;
-            own[e] = pack(b.x, b.y);
-            near[e] = pack(b.x * half, b.y * half);
-            far[e] = pack(b.x * half * next * next, b.y * half * next * next);
+            own[e] = step[e] = pack(b.x, b.y);
+            if (ANCHORED == 8 && e < 2) {
+                float by = power_anew(full[e & 1][TILES_OF_16 * j]);
+                step[e] = pack(b.x * by, b.y * by);
+            }
+            near[e] = pack(b.x * to, b.y * to);
+            far[e] = pack(b.x * to * next, b.y * to * next);
         }
     };
     auto powers = [&](float2 (&of)[4], int j, float sign) {
@@ -444,7 +472,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #if ANCHORED == 32
         rows_done(x, half_first, half_second, of_query, one, two, at + QUERY_ROWS, at + SECOND_ROWS, visit);
 #else
-        rows_done(full, own_half, of_query, 0, at + PAIRS, powers, row_factors, column_factors, visit);
+        rows_done(tile_sum, since, of_query, 0, at + PAIRS, powers, row_factors, column_factors, visit);
 #endif
 #if RAW
         sum_channels(sums + 512, dot);
@@ -468,7 +496,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #if ANCHORED == 32
         rows_done(x, half_first, half_second, of_row, one, two, at + KEY_ROWS, at + SECOND_ROWS + TILE / 2, visit);
 #else
-        rows_done(full, own_half, of_row, 1, at + PAIRS + TILE, powers, row_factors, column_factors, visit);
+        rows_done(tile_sum, since, of_row, 1, at + PAIRS + TILE, powers, row_factors, column_factors, visit);
 #endif
         sum_channels(sums + 256, dot);
     }
@@ -504,12 +532,12 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #pragma unroll
         for (int i = 0; i < 16; i++) dot[i] = 0.f;
 #endif
-#if ANCHORED == 16
-        float own[4][2][4] = {}, near[4][2][4] = {}, far[4][2][4] = {};
+#if ANCHORED != 32
+        float own[4][2][4] = {}, stepped[4][4] = {}, near[4][2][4] = {}, far[4][2][4] = {};
 #endif
 #pragma unroll
         for (int step = 0; step < 4; step++) {
-            int j = step ^ (ANCHORED == 16 ? 2 : 0);  // the later half first: its rows meet the earlier one's columns
+            int j = step ^ (ANCHORED == 32 ? 0 : 2);  // the later half first: its rows meet the earlier one's columns
             u32 factors[4], result[4];
 #if ANCHORED == 32
             fragment(factors, at + COLUMNS, j);
@@ -524,7 +552,13 @@ extern "C" __global__ void __launch_bounds__(128, 2)
                         u32 pair[4], row[4], near_row[4], far_row[4], pairs = at + PAIRS + which * TILE;
                         row_factors(which, up, t, row, near_row, far_row);
                         corner_transposed(pair, pairs, 16 * t, 16 * t);
+#if ANCHORED == 16
                         warp_product(own[t], row, pair);
+#else
+                        warp_product(own[t][0], row[0], row[1], pair[0]);
+                        warp_product(stepped[t], row[2], row[3], pair[1]);
+                        warp_product(own[t][1], row[2], row[3], pair[3]);
+#endif
                         if (t > j) {
                             corner_transposed(pair, pairs, 16 * t, 16 * j);
                             warp_product(near[j], near_row, pair);
@@ -537,16 +571,16 @@ extern "C" __global__ void __launch_bounds__(128, 2)
                             }
                     }
                 }
-            u32 near_factors[4], far_factors[4];
+            u32 step_factors[4], near_factors[4], far_factors[4];
             float2 down[4];
             powers(down, j, -1.f);
-            column_factors(down, j, factors, near_factors, far_factors);
+            column_factors(down, j, factors, step_factors, near_factors, far_factors);
             float end[2];
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 float sum = 0.f;
 #pragma unroll
-                for (int i = j + 1; i < 4; i++) sum += full[r][i];
+                for (int i = j + 1; i < 4; i++) sum += tile_sum(r, i);
                 end[r] = power(sum);
             }
 #endif
@@ -566,16 +600,23 @@ extern "C" __global__ void __launch_bounds__(128, 2)
                 int n = e >> 1;
                 float down0 = down[e].x, down1 = down[e].y, o0 = own[j][n][2 * r], o1 = own[j][n][2 * r + 1];
                 float c0 = o0 * down0, c1 = o1 * down1, g0 = low(factors[e]) * o0, g1 = high(factors[e]) * o1;
-                down0 *= own_half[r][j], down1 *= own_half[r][j];
+                if (ANCHORED == 8 && n == 0) {
+                    float by = power_anew(full[r][TILES_OF_16 * j]);
+                    o0 = stepped[j][2 * r], o1 = stepped[j][2 * r + 1];
+                    c0 += o0 * (down0 * by), c1 += o1 * (down1 * by);
+                    g0 += low(step_factors[e]) * o0, g1 += high(step_factors[e]) * o1;
+                }
+                float to = until(r, j, n);
+                down0 *= to, down1 *= to;
                 if ((j & 1) == 0) {
                     o0 = near[j][n][2 * r], o1 = near[j][n][2 * r + 1];
                     c0 += o0 * down0, c1 += o1 * down1;
                     g0 += low(near_factors[e]) * o0, g1 += high(near_factors[e]) * o1;
                 }
                 if (j < 2) {
-                    float next = j == 0 ? own_half[r][1] : 1.f;
+                    float next = j == 0 ? power(tile_sum(r, 1)) : 1.f;
                     o0 = far[j][n][2 * r], o1 = far[j][n][2 * r + 1];
-                    c0 += o0 * (down0 * next * next), c1 += o1 * (down1 * next * next);
+                    c0 += o0 * (down0 * next), c1 += o1 * (down1 * next);
                     g0 += low(far_factors[e]) * o0, g1 += high(far_factors[e]) * o1;
                 }
                 float h0 = hat[2 * i] * (down0 * end[r]), h1 = hat[2 * i + 1] * (down1 * end[r]);
@@ -625,7 +666,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         for (int e = 0; e < 4; e++) {
             int i = 4 * j + e, t = 8 * (i >> 1) + 2 * l, r = e & 1;
             float z0 = low(four[e]) + bias[r], z1 = high(four[e]) + bias[r];
-#if ANCHORED == 32
+#if ANCHORED != 8
             float p0 = sigmoid(rate * z0), p1 = sigmoid(rate * z1);
             float d0 = t < rows ? d_decay[2 * i] * (lowest * rate) * p0 * (1.f - p0) : 0.f;
             float d1 = t + 1 < rows ? d_decay[2 * i + 1] * (lowest * rate) * p1 * (1.f - p1) : 0.f;
@@ -672,7 +713,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #pragma unroll
         for (int b = 0; b < 8; b++, to += 8 * apart) {
             int t = 8 * b + 2 * l;
-#if ANCHORED == 16
+#if ANCHORED == 8
             const GATE* from = gates + (start + t) * g_token + h * g_head + channel;
             if (t < rows) d_decay[4 * b] *= asked(number(from[0])), d_decay[4 * b + 2] *= asked(number(from[8]));
             from += g_token;

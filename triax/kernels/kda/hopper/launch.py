@@ -59,7 +59,7 @@ def prepare(
     query, key, log_decay = aligned(query), aligned(key), aligned(log_decay)
     kinds = variant(log_decay, beta, anchored, raw)
     rates, biases, lowest = raw or (None, None, 0.0)
-    shared = (12 if anchored == 16 else 8) * TILE_BYTES + 8 * 512 + 512 + 256
+    shared = {32: 8, 16: 12, 8: 13}[anchored] * TILE_BYTES + 8 * 512 + 512 + 256
     launch(
         Kernel("prepare", kinds, shared, 256), chunks * heads, key.device,
         query, key, log_decay, beta, rates, biases, float(lowest), table.first, table.count, records, scales,
@@ -156,7 +156,7 @@ def gradients(
 
 
 def variant(log_decay: Tensor, beta: Tensor, anchored: int, raw: Raw | None) -> tuple[tuple[str, str | int], ...]:
-    """Return what `prepare` and `gradients` are compiled for; `anchored` is 32 for bounded gates, else 16."""
+    """Return what `prepare` and `gradients` are compiled for; `anchored` is 32 or 16 for bounded gates, else 8."""
     types = (("GATE", _type(log_decay)), ("BETAS", _type(beta)))
     return *types, ("RAW", int(raw is not None)), ("ANCHORED", anchored)
 

@@ -13,10 +13,13 @@ DEVICE float softplus(float x, float& slope) {
     return high ? x : low ? e * (1.f - e * (0.5f - e * (0.33333333f - 0.25f * e))) : log * 0.6931471805599453f;
 }
 
-// Tokens with a common anchor: 32 with bounded gates, 16 with others. The latter's log decays (base 2) are held at
+// Tokens with a common anchor: 32 or 16 with bounded gates, 8 with others. The latter's log decays (base 2) are held at
 // HELD: of a channel that forgets more, 4.5e-5 remains.
-constexpr float HELD = -14.4375f;
-DEVICE float held(float x) { return ANCHORED == 16 ? fmaxf(x, HELD) : x; }
+//
+// Tiles of 32 are anchored at their middle, which knows of later gates. Smaller ones are anchored where they start, so
+// that no later gate moves a bit of what comes before it; a power of two centres their factors on 1.
+constexpr float HELD = -14.4375f, BALANCE = 58.f, UNBALANCED = 3.469446951953614e-18f;  // 2^-58
+DEVICE float held(float x) { return ANCHORED == 8 ? fmaxf(x, HELD) : x; }
 
 DEVICE void load_straight(u32 (&x)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -24,14 +27,23 @@ DEVICE void load_straight(u32 (&x)[4], u32 at) {
                  : "r"(at)
                  : "memory");
 }
-// d[2][16, 8] += a[16, 16] b[16, 16], from registers.
+// d[16, 8] += a[16, 16] b[16, 8], from registers.
+DEVICE void warp_product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// d[2][16, 8] += a[16, 16] b[16, 16]
 DEVICE void warp_product(float (&d)[2][4], const u32 (&a)[4], const u32 (&b)[4]) {
-#pragma unroll
-    for (int n = 0; n < 2; n++)
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[2 * n]), "r"(b[2 * n + 1]));
+    warp_product(d[0], a, b[0], b[1]);
+    warp_product(d[1], a, b[2], b[3]);
+}
+// d[16, 8] += a[16, 8] b[8, 8]
+DEVICE void warp_product(float (&d)[4], u32 a0, u32 a1, u32 b) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a0), "r"(a1), "r"(b));
 }
 // Sixteen rows and sixteen numbers of a tile: as they lie, or rows for columns.
 DEVICE void corner(u32 (&x)[4], u32 tile, int row, int column) {

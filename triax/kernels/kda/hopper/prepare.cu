@@ -3,7 +3,8 @@
 // With x the log decay (base 2) summed inside a tile of 32 rows and counted from the tile's middle, e^x and e^-x stay in
 // bf16's range while no step is below -5.4. Columns are anchored in the middle of their own tile; rows of the second
 // tile have two anchors, one for the columns of either tile. With ANCHORED = 16 there are four tiles, whose products with
-// each other are anchored at the border in the middle of the chunk, or of its half.
+// each other are anchored at the border in the middle of the chunk, or of its half. With ANCHORED = 8 each of these is
+// two, and columns of the first have a second anchor, at the border, for the rows of the second.
 //
 // `sharing` value heads in a row share a query and a key.
 //
@@ -71,8 +72,9 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     // Rows of the odd tiles, of the later two, and columns of the even tiles and of the first two; queries before keys.
     unsigned char *own_rows = shared, *own_columns = shared + 4 * TILE, *near_rows = shared + 6 * TILE;
     unsigned char *far_rows = shared + 8 * TILE, *far_columns = shared + 10 * TILE;
+    unsigned char* step_columns = shared + 12 * TILE;  // of first eights for the second ones: two halves, 32 rows each
 #endif
-    float* sums = (float*)(shared + (ANCHORED == 16 ? 12 : 8) * TILE);  // [8 warps, 128]
+    float* sums = (float*)(shared + (ANCHORED == 32 ? 8 : ANCHORED == 16 ? 12 : 13) * TILE);  // [8 warps, 128]
     float *decays = sums + 8 * 128, *beta = decays + 128;  // [128], [64]: as at the end of a record
     int n = blockIdx.x / heads, h = blockIdx.x % heads, rows = count[n];
     i64 start = first[n];
@@ -130,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
         for (int e = 0; e < 4; e++) {
             float slope, z = gate[i][e] + bias[e];
             gate[i][e] = 8 * warp + i >= rows ? 0.f
-                         : ANCHORED == 16     ? -rate * softplus(z, slope)
+                         : ANCHORED == 8      ? -rate * softplus(z, slope)
                                               : lowest * sigmoid(rate * z);
         }
     }
@@ -172,7 +174,9 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     }
 #else
     int tile = warp >> 1;
-    float before[4], own_half[4], next[4], from_start[4], until_end[4];
+    bool is_second = warp & 1;  // eight rows of a tile
+    // From the warp's anchor to the end of its tile; and, with ANCHORED = 8, between the anchors of a tile.
+    float before[4], own_end[4], step[4], next[4], from_start[4], until_end[4];
     {
         float all[4][4] = {};
 #pragma unroll
@@ -190,18 +194,19 @@ extern "C" __global__ void __launch_bounds__(256, 2)
         float decay[4];
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            float own = 0.f, start = 0.f, end = 0.f;
+            float all_own = 0.f, from = 0.f, end = 0.f;
 #pragma unroll
             for (int other = 0; other < 4; other++) {
-                own += other == tile ? all[other][e] : 0.f;
-                start += other < tile ? all[other][e] : 0.f;
+                all_own += other == tile ? all[other][e] : 0.f;
+                from += other < tile ? all[other][e] : 0.f;
                 end += other > tile ? all[other][e] : 0.f;
             }
-            before[e] -= 0.5f * own;
-            own_half[e] = power(0.5f * own);
+            own_end[e] = power(all_own - (ANCHORED == 8 ? before[e] : 0.f) + BALANCE);
+            step[e] = power(is_second ? before[e] - BALANCE : gate[7][e]);
+            before[e] = ANCHORED == 8 ? BALANCE : before[e] + BALANCE;
             next[e] = power(tile == 0 ? all[1][e] : tile == 3 ? all[2][e] : 0.f);
-            from_start[e] = power(start), until_end[e] = power(end);
-            decay[e] = power(start + own + end);
+            from_start[e] = power(from), until_end[e] = power(end);
+            decay[e] = power(from + all_own + end);
         }
         if (warp == 0) *(float4*)(decays + c) = make_float4(decay[0], decay[1], decay[2], decay[3]);
     }
@@ -247,8 +252,16 @@ extern "C" __global__ void __launch_bounds__(256, 2)
         store4(own_rows + to, x[0], x[1], x[2], x[3]);
         store4(own_rows + 2 * TILE + to, y[0], y[1], y[2], y[3]);
         store4(own_columns + to, z[0], z[1], z[2], z[3]);
+#if ANCHORED == 8
+        if (!is_second)
+            store4(step_columns + (half >> 1) + place(8 * tile + i, c & 63), z[0] * step[0], z[1] * step[1],
+                   z[2] * step[2], z[3] * step[3]);
+#endif
 #pragma unroll
-        for (int e = 0; e < 4; e++) x[e] *= own_half[e], y[e] *= own_half[e], z[e] *= own_half[e];
+        for (int e = 0; e < 4; e++) {
+            float since = ANCHORED == 8 && is_second ? step[e] : UNBALANCED;
+            x[e] *= since, y[e] *= since, z[e] *= own_end[e];
+        }
         int odd = (tile & 1) * 16 + (r & 15), later = (tile >> 1) * 16 + (r & 15);
         if (tile & 1) {
             store4(near_rows + half + place(later, c & 63), x[0], x[1], x[2], x[3]);
@@ -295,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 #else
     // Four warps multiply columns of the first of either two tiles, four those of the second, with the rows of both kinds
     // that come later; each warp its own sixteen rows of queries or keys with their own columns.
-    float far[8], near[8], own[2][4] = {};
+    float far[8], near[8], own[2][4] = {}, stepped[4] = {};
     u32 columns_at = shared_address(far_columns) + 16 * group * 128;
     products_begin();
 #pragma unroll
@@ -307,6 +320,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     products_commit();
     {
         u32 rows_at = shared_address(own_rows) + group * 2 * TILE, own_at = shared_address(own_columns);
+        u32 steps[4];
 #pragma unroll
         for (int s = 0; s < 8; s++) {
             u32 a[4], swapped[4], b[4];
@@ -314,7 +328,14 @@ extern "C" __global__ void __launch_bounds__(256, 2)
             corner(b, own_at + (s >> 2) * TILE, 16 * (warp & 3), 16 * (s & 3));
             a[0] = swapped[0], a[1] = swapped[2], a[2] = swapped[1], a[3] = swapped[3];
             warp_product(own, a, b);
+#if ANCHORED == 8
+            if ((s & 1) == 0)
+                load_straight(steps, shared_address(step_columns) + (s >> 2) * (TILE / 2) +
+                                           place(8 * (warp & 3) + (lane & 7), 16 * (s & 3) + ((lane >> 3) << 3)));
+            warp_product(stepped, a, steps[2 * (s & 1)], steps[2 * (s & 1) + 1]);
+#endif
         }
+        if (ANCHORED == 8) own[0][2] = stepped[2], own[0][3] = stepped[3];
     }
 #endif
     // Only now: the fence above would have waited for these stores.
