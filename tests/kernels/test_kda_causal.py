@@ -90,21 +90,19 @@ def test_f26_interpreted_kernels_with_tiles_anchored_at_their_start_are_causal_t
     from triax.kernels.kda import flash
 
     def operation(*x):
-        return flash.kda_flash(*x[:5], None, list(x[5]), [], anchored, True)[0]
+        return flash.kda_flash(*x[:5], None, list(x[5]), [], anchored, True, True)[0]
 
     assert_later_tokens_move_nothing(operation, inputs(sum(lengths), 1, 32, kind, torch.float32), lengths)
 
 
-def test_f26_a_bounded_gate_gets_causal_tiles_where_torch_is_deterministic(deterministic):
+def test_f26_tiles_are_causal_where_torch_is_deterministic(deterministic):
     pytest.importorskip("triton", reason="Triton is installed on x86 Linux only")
-    from triax.kernels.kda.flash import rows_anchored
+    from triax.kernels.kda.flash import anchors
 
-    for dtype in (torch.float32, torch.bfloat16):
-        assert rows_anchored(-5.0, dtype) == 16
-        torch.use_deterministic_algorithms(False)
-        assert rows_anchored(-5.0, dtype) == 32
-        torch.use_deterministic_algorithms(True)
-    assert rows_anchored(float("-inf"), torch.bfloat16) == 8
+    kinds = [(lowest, dtype) for lowest in LOWEST.values() for dtype in (torch.float32, torch.bfloat16)]
+    assert [anchors(*kind) for kind in kinds] == [(16, True), (16, True), (1, True), (8, True)]
+    torch.use_deterministic_algorithms(False)
+    assert [anchors(*kind) for kind in kinds] == [(32, False), (32, False), (1, True), (16, False)]
 
 
 @pytest.mark.gpu

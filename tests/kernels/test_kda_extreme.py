@@ -103,22 +103,23 @@ def exactly_from_raw(*x):
                 ("mixed", (1, 0, 66)),
                 ("walls", (1, 0, 66)),
             )
-            for anchored in (1, 8)
+            for anchored in ((1, True), (8, True), (16, False))
         ),
-        ("mixed", (9,), 256, 1),
+        ("mixed", (9,), 256, (1, True)),
     ],
 )
-def test_interpreted_kernels_hold_unbounded_gates_in_either_tile(kind, lengths, channels, anchored):
+def test_interpreted_kernels_hold_unbounded_gates_in_tiles_of_any_kind(kind, lengths, channels, anchored):
     from triax.kernels.kda import flash
 
     x = inputs(lengths, 1, channels, 32, kind)
 
     def operation(*y):
-        return flash.kda_flash(*y[:6], list(y[6]), [], anchored, True)
+        return flash.kda_flash(*y[:6], list(y[6]), [], *anchored, True)
 
-    held = [*x[:3], x[3].clamp_min(-14.4375 * 0.6931471805599453) if anchored == 8 else x[3], *x[4:]]
+    is_held = anchored[0] > 1
+    held = [*x[:3], x[3].clamp_min(-14.4375 * 0.6931471805599453) if is_held else x[3], *x[4:]]
     of_held = outcome(exactly, [t.double() for t in held], lengths, NAMES)
-    if anchored == 8:
+    if is_held:
         of_held["d_log_decay"] *= (x[3] - held[3]).double().exp()
     found = outcome(operation, x, lengths, NAMES)
     assert max(errors(found, of_held).values()) < 1e-4

@@ -92,7 +92,7 @@ def test_interpreted_kernels_with_tiles_anchored_at_their_start_match_the_recurr
     x, lengths = inputs((70, 0, 1, 20), 1, 32, 32, kind), (70, 0, 1, 20)
 
     def operation(*y, states_at):
-        return flash.kda_flash(*y[:6], list(y[6]), list(states_at), 16, True)[:3]
+        return flash.kda_flash(*y[:6], list(y[6]), list(states_at), 16, True, True)[:3]
 
     found = outcome(operation, x, lengths, (33, 70))
     expected = outcome(reference.kda, [t.double() for t in x], lengths, (33, 70))
@@ -152,13 +152,13 @@ TABLES = ("first", "count", "runs", "run_first", "run_tokens", "run_chunk", "run
 EXACT = ("decay", "ends", "state", "dends", "dstate", "db", "g", "dg", "beta")
 
 
-def to_compile(flash, kernel, dtype, channels, anchored=32):
+def to_compile(flash, kernel, dtype, channels, anchored=(32, False)):
     """What the `hopper` fixture takes, of a kernel as it is launched for many heads with values of 128."""
     cut = flash._launch(*inputs((1,), 1, channels, 128, "random", dtype)[:5], 100, wide=True)
     walks = kernel.__name__.startswith("scan")
     numbers = {
         "K": channels, "BK": cut.state_piece if walks else cut.channel_tile, "V": 128, "BV": cut.value_tile,
-        "ANCHORED": anchored, "KEEP": True, "PRECISION": cut.precision, "bh": 1,
+        "ANCHORED": anchored[0], "CAUSAL": anchored[1], "KEEP": True, "PRECISION": cut.precision, "bh": 1,
     }  # fmt: skip
     kinds = dict.fromkeys(kernel.arg_names, "*bf16" if dtype == torch.bfloat16 else "*fp32")
     kinds |= dict.fromkeys(NUMBERS, "i32") | dict.fromkeys(TABLES, "*i32") | dict.fromkeys(EXACT, "*fp32")
@@ -174,10 +174,13 @@ def to_compile(flash, kernel, dtype, channels, anchored=32):
 def compiled(hopper, flash):
     """Compile the bf16 kernels for sm_90: all for keys of 128, and the walks for keys of 256."""
     wanted = {
-        f"{kernel.__name__} {channels} {anchored}": to_compile(flash, kernel, torch.bfloat16, channels, anchored)
+        f"{kernel.__name__} {channels} {anchored}": to_compile(
+            flash, kernel, torch.bfloat16, channels, (anchored, anchored == 8)
+        )
         for kernel, channels, anchored in (
-            (flash.prepare, 128, 32), (flash.prepare, 128, 8), (flash.scan, 128, 32), (flash.scan_back, 128, 32),
-            (flash.gradients, 128, 32), (flash.gradients, 128, 8), (flash.scan, 256, 32), (flash.scan_back, 256, 32),
+            (flash.prepare, 128, 32), (flash.prepare, 128, 16), (flash.prepare, 128, 8),
+            (flash.gradients, 128, 32), (flash.gradients, 128, 16), (flash.gradients, 128, 8),
+            (flash.scan, 128, 32), (flash.scan_back, 128, 32), (flash.scan, 256, 32), (flash.scan_back, 256, 32),
         )
     }  # fmt: skip
     return dict(zip(wanted, hopper(list(wanted.values())), strict=True))
@@ -186,7 +189,7 @@ def compiled(hopper, flash):
 @pytest.mark.kernel
 def test_kernels_compile_for_hopper_to_its_own_matrix_instructions(compiled):
     ours = {name: kernel for name, kernel in compiled.items() if " 128 " in name}
-    assert len(ours) == 6
+    assert len(ours) == 8
     for name, kernel in ours.items():
         assert kernel.sass.count("HGMMA") >= 20, name
         assert " HMMA" not in kernel.sass, name

@@ -24,10 +24,12 @@ from triax.model.kda import KDA
 NAMES = ("query", "key", "value", "log_decay", "beta", "state")
 RAW_NAMES = ("query", "key", "value", "gate", "beta", "rates", "biases", "state")
 BARS = {"repeated": (1.5e-2, 2e-2)}
-ACTIVATED = (("GATE", "float"), ("BETAS", "float"), ("RAW", 0), ("ANCHORED", 32))
-FROM_RAW = (("GATE", "bf16"), ("BETAS", "bf16"), ("RAW", 1), ("ANCHORED", 32))
-CAUSAL, CAUSAL_FROM_RAW = ((*x[:3], ("ANCHORED", 16)) for x in (ACTIVATED, FROM_RAW))
-UNBOUNDED, UNBOUNDED_FROM_RAW = ((*x[:3], ("ANCHORED", 8)) for x in (ACTIVATED, FROM_RAW))
+TYPES = (("GATE", "float"), ("BETAS", "float"), ("RAW", 0))
+RAW_TYPES = (("GATE", "bf16"), ("BETAS", "bf16"), ("RAW", 1))
+
+
+def anchored(types, rows, causal):
+    return (*types, ("ANCHORED", rows), ("CAUSAL", causal))
 
 
 def compiler_installed():
@@ -45,23 +47,27 @@ def walk(name, tiles, keep, maps):
 
 # Bytes of registers that may spill; the gradients' kernel holds as much as it can.
 VARIANTS = [
-    ("prepare", ACTIVATED, 0),
-    ("prepare", FROM_RAW, 128),
+    ("prepare", anchored(TYPES, 32, 0), 0),
+    ("prepare", anchored(RAW_TYPES, 32, 0), 128),
     ("scan", walk("scan", 2, False, False), 16),
     ("scan", walk("scan", 1, True, False), 0),
     ("scan", walk("scan", 2, False, True), 0),
     ("join", (), 0),
     ("scan_back", walk("scan_back", 2, True, None), 0),
-    ("gradients", ACTIVATED, 512),
-    ("gradients", FROM_RAW, 512),
-    ("prepare", CAUSAL, 32),
-    ("prepare", CAUSAL_FROM_RAW, 128),
-    ("gradients", CAUSAL, 704),
-    ("gradients", CAUSAL_FROM_RAW, 512),
-    ("prepare", UNBOUNDED, 96),
-    ("prepare", UNBOUNDED_FROM_RAW, 128),
-    ("gradients", UNBOUNDED, 1152),
-    ("gradients", UNBOUNDED_FROM_RAW, 512),
+    ("gradients", anchored(TYPES, 32, 0), 512),
+    ("gradients", anchored(RAW_TYPES, 32, 0), 512),
+    ("prepare", anchored(TYPES, 16, 0), 32),
+    ("prepare", anchored(RAW_TYPES, 16, 0), 128),
+    ("gradients", anchored(TYPES, 16, 0), 704),
+    ("gradients", anchored(RAW_TYPES, 16, 0), 512),
+    ("prepare", anchored(TYPES, 16, 1), 32),
+    ("prepare", anchored(RAW_TYPES, 16, 1), 128),
+    ("gradients", anchored(TYPES, 16, 1), 704),
+    ("gradients", anchored(RAW_TYPES, 16, 1), 512),
+    ("prepare", anchored(TYPES, 8, 1), 96),
+    ("prepare", anchored(RAW_TYPES, 8, 1), 128),
+    ("gradients", anchored(TYPES, 8, 1), 1152),
+    ("gradients", anchored(RAW_TYPES, 8, 1), 512),
 ]
 
 
@@ -99,7 +105,7 @@ DTYPES = {"bf16": torch.bfloat16, "float": torch.float32, "int": torch.int32, "u
 @pytest.mark.parametrize("starts", [(0, 3000), (0, 0, 150)])
 def test_every_start_passes_what_its_kernel_declares(monkeypatch, lowest, from_raw, starts):
     pytest.importorskip("triton", reason="run tables stand beside Triton's kernels")
-    from triax.kernels.kda.flash import rows_anchored, run_table
+    from triax.kernels.kda.flash import anchors, run_table
 
     started = []
     # A GPU that only writes down what it is asked to start.
@@ -112,12 +118,12 @@ def test_every_start_passes_what_its_kernel_declares(monkeypatch, lowest, from_r
     query, key, value = (torch.zeros(tokens, heads, 128, dtype=torch.bfloat16) for heads in (2, 2, 4))
     gate, beta = (torch.zeros(*shape, dtype=gate_dtype) for shape in ((tokens, 4, 128), (tokens, 4)))
     raw = launch.Raw(torch.zeros(4), torch.zeros(4, 128), lowest) if from_raw else None
-    anchored = rows_anchored(lowest, torch.bfloat16)
+    shared = anchors(lowest, torch.bfloat16)
     table = run_table(starts, (100,), torch.device("cpu"))
     streams = (query, key, value, gate, beta)
     state = torch.zeros(sequences, 4, 128, 128)
-    read, _, interior, states, written = passes.forward(*streams, state, table, True, anchored, raw)
-    of, d_state = passes.backward(*streams, states, written, read, state, table, anchored, raw)
+    read, _, interior, states, written = passes.forward(*streams, state, table, True, shared, raw)
+    of, d_state = passes.backward(*streams, states, written, read, state, table, shared, raw)
     assert (interior.shape, d_state.shape, read.shape) == ((1, 4, 128, 128), state.shape, value.shape)
     assert [x.shape for x in of[:5]] == [x.shape for x in streams]
     names = [kernel.name for kernel, _ in started]
@@ -131,7 +137,7 @@ def test_every_start_passes_what_its_kernel_declares(monkeypatch, lowest, from_r
     ]
     for kernel, given in started:
         if kernel.name in ("prepare", "gradients"):
-            assert ("ANCHORED", 32 if lowest == -5.0 else 8) in kernel.defines
+            assert {("ANCHORED", 32 if lowest == -5.0 else 16), ("CAUSAL", 0)} <= set(kernel.defines)
         types = {**DTYPES, "GATE": gate_dtype, "BETAS": gate_dtype}
         for parameter, argument in zip(parameters(kernel.name), given, strict=True):
             kind = parameter.removeprefix("const ").rsplit(" ", 1)[0]

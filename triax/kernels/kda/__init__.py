@@ -56,6 +56,9 @@ def kda(
     On a GPU kernels do the work, with bf16 products where query, key and value are bf16; those hold a gate without a
     bound of -5 at -10, so that up to 4.5e-5 of a channel stays where less should. They take 32, 64, 128 or 256 key and
     as many value channels, not necessarily alike, in bf16 and fp32; for all else the chunk form runs, with one warning.
+    By default their bounded gates, and the unbounded ones of bf16 products, let what comes after a token within its
+    chunk move the last bits of what it read and of gradients; after `torch.use_deterministic_algorithms(True)` nothing
+    after a token moves a bit of either, as on a CPU.
     With `TRIAX_KERNELS=reference` in the environment the definition runs token by token.
 
     Args:

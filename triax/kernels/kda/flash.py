@@ -105,17 +105,26 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     return None
 
 
-def rows_anchored(lowest_log_decay: float, dtype: torch.dtype) -> int:
-    """Return how many rows of a chunk share an anchor: few enough for their decay to stay in range.
+class Anchors(NamedTuple):
+    """How the rows of a chunk share what their decays are measured from."""
 
-    Bounded gates get 32, anchored at the middle: a later gate may then change the last bits of what came before it.
-    Where the caller wants torch to be deterministic (`torch.use_deterministic_algorithms`) they get 16, anchored at
-    their start and causal to the bit. Unbounded gates always are: of fp32 products they get 1, which is exact, of bf16
-    products 8, which holds a token's log decay at -10.
+    rows: int
+    """Rows with a common anchor."""
+    is_causal: bool
+    """Whether it lies where they start, so that what comes after a row moves no bit of it; else in their middle."""
+
+
+def anchors(lowest_log_decay: float, dtype: torch.dtype) -> Anchors:
+    """Return as many rows as can share an anchor with their decay in range.
+
+    That is 32 with bounded gates. Unbounded ones get 16, and a token's log decay is held at -10; those of fp32 products
+    get 1, which is exact. Where the caller wants torch to be deterministic (`torch.use_deterministic_algorithms`) half
+    as many share one at their start: measured, that costs 2 to 19 % on Hopper and more in Triton.
     """
-    if lowest_log_decay >= LOWEST_ANCHORED:
-        return 16 if torch.are_deterministic_algorithms_enabled() else 32
-    return 1 if dtype == torch.float32 else 8
+    if dtype == torch.float32 and lowest_log_decay < LOWEST_ANCHORED:
+        return Anchors(1, True)
+    rows, is_causal = 32 if lowest_log_decay >= LOWEST_ANCHORED else 16, torch.are_deterministic_algorithms_enabled()
+    return Anchors(rows // 2 if is_causal else rows, is_causal)
 
 
 def kda(
@@ -157,12 +166,12 @@ def kda(
     device = query.device.type
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
         query, key, value = (x.bfloat16() for x in (query, key, value))
-    anchored = rows_anchored(lowest_log_decay, _product_dtype(query, key, value))
+    anchored = anchors(lowest_log_decay, _product_dtype(query, key, value))
     if not passes.takes(query, key, value):
         query, key = ungrouped(query, value.shape[1]), ungrouped(key, value.shape[1])
     inputs = (query, key, value, log_decay, beta, state)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    read, final, interior, *_ = _forward(*inputs, list(starts), list(states_at), anchored, keep)
+    read, final, interior, *_ = _forward(*inputs, list(starts), list(states_at), *anchored, keep)
     return KdaResult(read, final, interior)
 
 
@@ -232,7 +241,7 @@ class _Prepared(NamedTuple):
     decay: Tensor
 
 
-def _prepare(launch: _Launch, table: RunTable, anchored: int) -> _Prepared:
+def _prepare(launch: _Launch, table: RunTable, anchored: Anchors) -> _Prepared:
     query, key, _, log_decay, beta = launch.streams
     heads, channels = key.shape[1:]
     chunks = len(table.first)
@@ -247,7 +256,7 @@ def _prepare(launch: _Launch, table: RunTable, anchored: int) -> _Prepared:
     _run(
         prepare, chunks * heads,
         query, key, log_decay, beta, table.first, table.count, *prepared,
-        *_strides(query, key, log_decay, beta), heads, channels, min(channels, 32), anchored, launch.precision,
+        *_strides(query, key, log_decay, beta), heads, channels, min(channels, 32), *anchored, launch.precision,
         num_warps=4, num_stages=1,
     )  # fmt: skip
     return prepared
@@ -271,11 +280,12 @@ def _flash(
     state: Tensor | None,
     starts: Sequence[int],
     states_at: Sequence[int],
-    anchored: int,
+    rows: int,
+    is_causal: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return what was read, the last states, those wanted, and for the backward pass all chunks' states and writes."""
-    table = run_table(tuple(starts), tuple(states_at), query.device)
+    table, anchored = run_table(tuple(starts), tuple(states_at), query.device), Anchors(rows, is_causal)
     if passes.takes(query, key, value):
         return passes.forward(query, key, value, log_decay, beta, state, table, keep, anchored)
     # Measured: where it also keeps states, the wide walk is the faster one with few heads too.
@@ -315,10 +325,11 @@ def _flash_backward(
     d_interior: Tensor,
     starts: Sequence[int],
     states_at: Sequence[int],
-    anchored: int,
+    rows: int,
+    is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Prepare the chunks again, walk back with the state's gradient, then everything else at once."""
-    table = run_table(tuple(starts), tuple(states_at), query.device)
+    table, anchored = run_table(tuple(starts), tuple(states_at), query.device), Anchors(rows, is_causal)
     tokens, heads, channels, width = *key.shape, value.shape[2]
     sequences, chunks = len(starts) - 1, len(table.first)
     d_ends = ends_of(table, d_final, d_interior)
@@ -345,7 +356,7 @@ def _flash_backward(
         gradients, pieces * chunks * heads,
         *launch.streams, d_read, table.first, table.count, states, written, d_errors, d_states,
         *outputs, of_beta, *_strides(*launch.streams, d_read), tokens, heads, channels, width,
-        launch.channel_tile, anchored, launch.precision, num_warps=4, num_stages=1,
+        launch.channel_tile, *anchored, launch.precision, num_warps=4, num_stages=1,
     )  # fmt: skip
     d_query, d_key, d_value, d_decay = outputs
     return d_query, d_key, d_value, d_decay, of_beta.sum(0).to(beta.dtype), d_state
@@ -376,7 +387,7 @@ kda_flash_backward = torch.library.custom_op("triax::kda_flash_backward", _flash
 
 
 @kda_flash.register_fake
-def _(query, key, value, log_decay, beta, state, starts, states_at, anchored, keep):
+def _(query, key, value, log_decay, beta, state, starts, states_at, rows, is_causal, keep):
     return kda_flash_shapes(key, value, starts, states_at, keep, _product_dtype(query, key, value))
 
 

@@ -13,7 +13,7 @@ from triax.kernels.kda.flash_forward import (
     binary_gates,
     crossing,
     is_below,
-    since_start,
+    since_anchor,
     since_tile,
     until_tile,
 )
@@ -116,7 +116,8 @@ def add_pairs(taken, row, column, up, down, of_row, of_column, dG, PRECISION: tl
 def gradients(
     q, k, v, g, beta, dread, first, count, states, Us, R, dS, dq, dk, dv, dg, db,
     qt, qh, kt, kh, vt, vh, gt, gh, bt, bh, rt, rh, T,
-    H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, ANCHORED: tl.constexpr, PRECISION: tl.constexpr,
+    H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, ANCHORED: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All gradients of a chunk and head on BK key channels, and on as large a share of the values."""
     piece = tl.program_id(0) % (K // BK)
@@ -152,7 +153,8 @@ def gradients(
     far = second & (i < 32)
     y = r[:, None] * (H * K) + c[None, :]
 
-    gates = binary_gates(tl.load(g + (r[:, None] * gt + c[None, :]), mask=on, other=0.0), ANCHORED, EXACT)
+    gates = tl.load(g + (r[:, None] * gt + c[None, :]), mask=on, other=0.0)
+    gates = binary_gates(gates, ANCHORED, CAUSAL, EXACT)
     first_sum = tl.sum(tl.where(second, 0.0, gates), axis=0)
     second_sum = tl.sum(tl.where(second, gates, 0.0), axis=0)
     since = since_tile(gates, EXACT)
@@ -199,7 +201,7 @@ def gradients(
             of_query, of_column, dG = add_pairs(taken, row, column, x, x, of_query, of_column, dG, PRECISION)
         if ANCHORED > 1:
             taken = tl.where((r[:, None] > i) & (r[:, None] // ANCHORED == i // ANCHORED), pairs, 0.0).to(E)
-            since_own = since_start(gates, ANCHORED, EXACT)
+            since_own = since_anchor(gates, ANCHORED, CAUSAL, EXACT)
             up = tl.exp2(since_own)
             down = tl.exp2(-since_own)
             row = (query * up).to(E)
@@ -250,7 +252,7 @@ def gradients(
             of_row, of_column, dG = add_pairs(taken, row, column, x, x, of_row, of_column, dG, PRECISION)
         if ANCHORED > 1:
             taken = tl.where((again > i) & (again // ANCHORED == i // ANCHORED), pairs, 0.0).to(E)
-            since_own = since_start(gates, ANCHORED, EXACT)
+            since_own = since_anchor(gates, ANCHORED, CAUSAL, EXACT)
             up = tl.exp2(since_own)
             down = tl.exp2(-since_own)
             row = (bk * up).to(E)
@@ -267,7 +269,7 @@ def gradients(
     query = tl.load(q + (r[:, None] * qt + c[None, :]), mask=on, other=0.0).to(tl.float32)
     tl.store(dk + y, (of_row + of_column + own * query).to(dk.dtype.element_ty), mask=on)
     dg_rows = add_rows(tl.where(r[:, None] <= i, 1.0, 0.0), dG, EXACT) + end[None, :]
-    if ANCHORED == 8:
+    if (8 if CAUSAL else 16) == ANCHORED:
         # The gradient of what a gate that was held would have kept, not of what it kept.
         asked = tl.load(g + (r[:, None] * gt + c[None, :]), mask=on, other=0.0).to(tl.float32) * 1.4426950408889634
         dg_rows *= tl.exp2(tl.minimum(asked - LOWEST, 0.0))

@@ -1,14 +1,13 @@
 """The forward kernels of the flash form: prepare every chunk, then walk each sequence with its state in registers.
 
 A chunk is 64 rows in tiles of ANCHORED rows. With c the log decay summed inside a tile up to a row, t its sum over the
-tile: anchored at the middle of a tile of 32, e^(c - t/2) and e^(t/2 - c) stay inside the range of bf16 while no step is
-below -5.4, so a tile's products are one matrix product. What crosses a border between halves of the chunk, of a half
-and so on, is anchored at that border: factors there are never above 1.
-The middle knows of gates that come after a row, which then move its last bits. Smaller tiles are anchored where they
-start and causal to the bit: with a power of two that centres them on 1, e^c and e^-c stay in range while no step of 16
-is below -5.4, or no step of 8 below -10.8.
-A gate without a bound has tiles of 8 and is held at `LOWEST`: of a channel that forgets more, e^-10 remains, 4.5e-5.
-In fp32 it has tiles of 1: the products are summed over halvings of the chunk, and nothing remains.
+tile: anchored at the middle of the tile, e^(c - t/2) and e^(t/2 - c) stay inside the range of bf16 while no step of 32
+is below -5.4, or no step of 16 below -10.8, so a tile's products are one matrix product. What crosses a border between
+halves of the chunk, of a half and so on, is anchored at that border: factors there are never above 1.
+A middle knows of gates that come after a row, which then move its last bits. CAUSAL tiles have half as many rows and
+are anchored where they start; a power of two centres e^c and e^-c on 1, so that they stay in the same range.
+A gate without a bound has tiles of 16 or 8 and is held at `LOWEST`: of a channel that forgets more, e^-10 remains,
+4.5e-5. In fp32 it has tiles of 1: the products are summed over halvings of the chunk, and nothing remains.
 
 `no_type_check` keeps the tests' shape hook off: wrapped by it, interpreted kernels do not find each other.
 """
@@ -19,9 +18,9 @@ import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(-14.4375)
-"""The log decay to base 2 at which unbounded gates are held in tiles of 8; a sum of two bf16 numbers."""
+"""The log decay to base 2 at which unbounded gates of bf16 products are held; a sum of two bf16 numbers."""
 BALANCE = tl.constexpr(58.0)
-"""Log to base 2 of what factors of tiles anchored at their start are multiplied with: half of 16 steps of -5."""
+"""Log to base 2 of what centres the factors of causal tiles on 1: half of 16 steps of -5, or of 8 of -10."""
 
 
 @triton.jit
@@ -45,10 +44,10 @@ def add_rows(ones, x, EXACT: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def binary_gates(g, ANCHORED: tl.constexpr, EXACT: tl.constexpr):
+def binary_gates(g, ANCHORED: tl.constexpr, CAUSAL: tl.constexpr, EXACT: tl.constexpr):
     """Log decays to base 2, rounded to what `add_rows` adds without error."""
     gates = g.to(tl.float32) * 1.4426950408889634
-    if ANCHORED == 8:
+    if (8 if CAUSAL else 16) == ANCHORED:
         gates = tl.maximum(gates, LOWEST)
     if not EXACT:
         gates = (gates.to(tl.int32, bitcast=True) & -256).to(tl.float32, bitcast=True)
@@ -79,12 +78,15 @@ def until_tile(gates, since, tile_sum, ANCHORED: tl.constexpr, EXACT: tl.constex
 
 @triton.jit
 @no_type_check
-def since_start(gates, ANCHORED: tl.constexpr, EXACT: tl.constexpr):
-    """Sum the gates of a tile of ANCHORED rows up to each row, balanced."""
+def since_anchor(gates, ANCHORED: tl.constexpr, CAUSAL: tl.constexpr, EXACT: tl.constexpr):
+    """Sum the gates of a tile of ANCHORED rows up to each row: balanced, or less half of their sum."""
     r = tl.arange(0, 64)
     t = r[:, None]
     i = r[None, :]
-    return add_rows(tl.where((t // ANCHORED == i // ANCHORED) & (t >= i), 1.0, 0.0), gates, EXACT) + BALANCE
+    same = t // ANCHORED == i // ANCHORED
+    if CAUSAL:
+        return add_rows(tl.where(same & (t >= i), 1.0, 0.0), gates, EXACT) + BALANCE
+    return add_rows(tl.where(same, tl.where(t >= i, 0.5, -0.5), 0.0), gates, EXACT)
 
 
 @triton.jit
@@ -135,7 +137,7 @@ def unit_lower_inverse(A, EXACT: tl.constexpr):
 def prepare(
     q, k, g, beta, first, count, Kt, Qt, Kh, M, X, decay,
     qt, qh, kt, kh, gt, gh, bt, bh,
-    H, K: tl.constexpr, BK: tl.constexpr, ANCHORED: tl.constexpr, PRECISION: tl.constexpr,
+    H, K: tl.constexpr, BK: tl.constexpr, ANCHORED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Everything of a chunk that does not depend on the state: one program a chunk and head, BK channels at a time."""
     slot = tl.program_id(0).to(tl.int64)
@@ -165,7 +167,8 @@ def prepare(
     X += slot * 64 * 64
     place = r[:, None] * K + c[None, :]
     for piece in range(0, K, BK):
-        gates = binary_gates(tl.load(g + (r[:, None] * gt + (piece + c)[None, :]), mask=on, other=0.0), ANCHORED, EXACT)
+        gates = tl.load(g + (r[:, None] * gt + (piece + c)[None, :]), mask=on, other=0.0)
+        gates = binary_gates(gates, ANCHORED, CAUSAL, EXACT)
         key = tl.load(k + (r[:, None] * kt + (piece + c)[None, :]), mask=on, other=0.0).to(tl.float32)
         first_sum = tl.sum(tl.where(second, 0.0, gates), axis=0)
         second_sum = tl.sum(tl.where(second, gates, 0.0), axis=0)
@@ -208,7 +211,8 @@ def prepare(
                 A += tl.where(near, tl.dot(scaled, column, input_precision=PRECISION), 0.0)
                 R += tl.where(near, tl.dot((query * x).to(E), column, input_precision=PRECISION), 0.0)
             if ANCHORED > 1:
-                since = since_start(gates, ANCHORED, EXACT)
+                # Above the diagonal a product may be infinite here too.
+                since = since_anchor(gates, ANCHORED, CAUSAL, EXACT)
                 near = (r[:, None] > i) & (r[:, None] // ANCHORED == i // ANCHORED)
                 column = tl.trans((key * tl.exp2(-since)).to(E))
                 up = tl.exp2(since)

@@ -84,7 +84,7 @@ def kda_from_raw(
     from triax.kernels import kda as operation
 
     if query.is_cuda and len(query) and mode() != "reference":
-        from triax.kernels.kda.flash import LOWEST_ANCHORED, rows_anchored
+        from triax.kernels.kda.flash import LOWEST_ANCHORED, anchors
         from triax.kernels.kda.hopper import passes
 
         fits = query.shape == key.shape and value.shape == gate.shape and value.shape[:2] == beta.shape
@@ -94,7 +94,7 @@ def kda_from_raw(
             operation.check_numbers(tuple(starts), tuple(states_at), lowest_log_decay, None)
             inputs = (query, key, value, gate, beta, rates, biases, state)
             keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-            numbers = (list(starts), list(states_at), lowest_log_decay, rows_anchored(lowest_log_decay, query.dtype))
+            numbers = (list(starts), list(states_at), lowest_log_decay, *anchors(lowest_log_decay, query.dtype))
             read, final, interior, *_ = _run(*inputs, *numbers, keep)
             return KdaResult(read, final, interior)
     query, key, log_decay, beta = activate(query, key, gate, beta, rates, biases, lowest_log_decay)
@@ -115,17 +115,18 @@ def _raw(
     starts: Sequence[int],
     states_at: Sequence[int],
     lowest: float,
-    anchored: int,
+    rows: int,
+    is_causal: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return what was read, the last states, those wanted, and for the backward pass all chunks' states and writes."""
-    from triax.kernels.kda.flash import run_table
+    from triax.kernels.kda.flash import Anchors, run_table
     from triax.kernels.kda.hopper import passes
     from triax.kernels.kda.hopper.launch import Raw
 
     table = run_table(tuple(starts), tuple(states_at), query.device)
     raw = Raw(rates.float().contiguous(), biases.float().contiguous(), lowest)
-    return passes.forward(query, key, value, gate, beta, state, table, keep, anchored, raw)
+    return passes.forward(query, key, value, gate, beta, state, table, keep, Anchors(rows, is_causal), raw)
 
 
 def _raw_backward(
@@ -144,10 +145,11 @@ def _raw_backward(
     starts: Sequence[int],
     states_at: Sequence[int],
     lowest: float,
-    anchored: int,
+    rows: int,
+    is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the seven raw inputs and of the first states."""
-    from triax.kernels.kda.flash import ends_of, run_table
+    from triax.kernels.kda.flash import Anchors, ends_of, run_table
     from triax.kernels.kda.hopper import passes
     from triax.kernels.kda.hopper.launch import Raw
 
@@ -155,7 +157,7 @@ def _raw_backward(
     raw = Raw(rates.float().contiguous(), biases.float().contiguous(), lowest)
     inputs = (query, key, value, gate, beta, states, written)
     d_ends = ends_of(table, d_final, d_interior)
-    of, d_state = passes.backward(*inputs, d_read, d_ends, table, anchored, raw)
+    of, d_state = passes.backward(*inputs, d_read, d_ends, table, Anchors(rows, is_causal), raw)
     assert of.rates is not None
     assert of.biases is not None
     share = beta.float().sigmoid()
@@ -169,7 +171,7 @@ kda_raw_backward = torch.library.custom_op("triax::kda_raw_backward", _raw_backw
 
 
 @kda_raw.register_fake
-def _(query, key, value, gate, beta, rates, biases, state, starts, states_at, lowest, anchored, keep):
+def _(query, key, value, gate, beta, rates, biases, state, starts, states_at, lowest, rows, is_causal, keep):
     from triax.kernels.kda.flash import kda_flash_shapes
 
     return kda_flash_shapes(key, value, starts, states_at, keep, torch.bfloat16)

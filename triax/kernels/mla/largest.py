@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import torch
 import triton
@@ -54,9 +54,7 @@ def largest(
     scale: float,
 ) -> Float[Tensor, " H"]:
     """Return the largest scaled logit of each head over all pairs that causal attention sees, in fp32."""
-    on_gpu = query.device.type == "cuda"
-    room = torch.cuda.get_device_properties(query.device).shared_memory_per_block_optin if on_gpu else ROOM
-    side, stages = fitting(query.shape[2], query.itemsize, room)
+    side, stages = fitting(query.shape[2], query.itemsize, _room(query.device))
     tiles = _tiles(tuple(query_starts), tuple(key_starts), side, query.device)
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
     part = torch.full((len(tiles), query.shape[1]), -torch.inf, device=query.device)
@@ -92,7 +90,13 @@ def shared_bytes(channels: int, itemsize: int, side: int, stages: int) -> int:
 
 
 def _piece(channels: int) -> int:
-    return min(CHANNELS, max(16, triton.next_power_of_2(channels)))
+    return min(CHANNELS, max(16, 1 << (channels - 1).bit_length()))
+
+
+@lru_cache
+def _room(device: torch.device) -> int:
+    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return ROOM if properties is None else properties.shared_memory_per_block_optin
 
 
 @lru_cache(maxsize=8)  # every layer of a forward asks for the same one

@@ -89,8 +89,8 @@ DEVICE void rows_done(const float (&x)[32], const float (&half_first)[2], const 
 
 #else
 // The same where rows have columns in their own tile, in the one before in its half, and in the half before.
-template <typename T, typename S, typename P, typename R, typename C, typename F>
-DEVICE void rows_done(T&& tile_sum, S&& since, const float (&state)[32], int of_key, u32 pairs, P&& powers,
+template <typename T, typename S, typename N, typename P, typename R, typename C, typename F>
+DEVICE void rows_done(T&& tile_sum, S&& since, N&& past, const float (&state)[32], int of_key, u32 pairs, P&& powers,
                       R&& row_factors, C&& column_factors, F&& visit) {
     u32 unused[4], near_column[4], far_column[2][4];
 #pragma unroll
@@ -136,9 +136,8 @@ DEVICE void rows_done(T&& tile_sum, S&& since, const float (&state)[32], int of_
                 g0 += low(near_row[e]) * o0, g1 += high(near_row[e]) * o1;
             }
             if (j >= 2) {
-                float next = j == 3 ? power(tile_sum(r, 2)) : 1.f;
                 o0 = far[n][2 * r], o1 = far[n][2 * r + 1];
-                p0 += o0 * (since0 * next), p1 += o1 * (since1 * next);
+                p0 += o0 * (j == 3 ? past(since0, r, 2) : since0), p1 += o1 * (j == 3 ? past(since1, r, 2) : since1);
                 g0 += low(far_row[e]) * o0, g1 += high(far_row[e]) * o1;
             }
             int i = 4 * j + e;
@@ -218,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         for (int e = 0; e < 8; e++) {
             int i = 8 * j + e, t = 8 * (i >> 2) + 2 * l + (i & 1);
             float slope, z = (e & 1 ? high(four[e >> 1]) : low(four[e >> 1])) + bias[(e >> 1) & 1];
-            x[i] = t >= rows ? 0.f : ANCHORED == 8 ? -rate * softplus(z, slope) : lowest * sigmoid(rate * z);
+            x[i] = t >= rows ? 0.f : UNBOUNDED ? -rate * softplus(z, slope) : lowest * sigmoid(rate * z);
         }
     }
     __syncthreads();  // pairs come where the gates were
@@ -229,9 +228,9 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #pragma unroll
         for (int b = 0; b < 8; b++) {
             float &x0 = x[4 * b + 2 * r], &x1 = x[4 * b + 2 * r + 1];
-            if (ANCHORED == 8) x0 = fmaxf(x0, HELD / 1.4426950408889634f), x1 = fmaxf(x1, HELD / 1.4426950408889634f);
+            if (UNBOUNDED) x0 = fmaxf(x0, HELD / 1.4426950408889634f), x1 = fmaxf(x1, HELD / 1.4426950408889634f);
             float both = (x0 + x1) * 1.4426950408889634f, far;
-#if ANCHORED == 32
+#if !CAUSAL
             float upto = both;
             far = __shfl_up_sync(~0u, upto, 1, 4), upto += l >= 1 ? far : 0.f;
             far = __shfl_up_sync(~0u, upto, 2, 4), upto += l >= 2 ? far : 0.f;
@@ -252,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         }
 #pragma unroll
         for (int b = 0; b < 8; b++) {
-            float anchor = ANCHORED == 32 ? 0.5f * full[r][b / EIGHTS] : -BALANCE;
+            float anchor = CAUSAL ? -BALANCE : 0.5f * full[r][b / EIGHTS];
             x[4 * b + 2 * r] -= anchor, x[4 * b + 2 * r + 1] -= anchor;
         }
     }
@@ -266,13 +265,24 @@ extern "C" __global__ void __launch_bounds__(128, 2)
     auto tile_sum = [&](int r, int j) {
         return ANCHORED == 16 ? full[r][j] : full[r][TILES_OF_16 * j] + full[r][TILES_OF_16 * (j + 1) - 1];
     };
+#if !CAUSAL
+    float own_half[2][4];
+#pragma unroll
+    for (int i = 0; i < 8; i++) own_half[i & 1][i >> 1] = power(0.5f * full[i & 1][i >> 1]);
+    auto since = [&](int r, int j, int) { return own_half[r][j]; };
+    auto until = since;
+    auto past = [&](float x, int r, int j) { return x * own_half[r][j] * own_half[r][j]; };
+#else
     // From the start of a tile of 16 to the anchor of its n-th eight, and from that anchor to the tile's end; balanced.
+    // And past a whole tile.
     auto since = [&](int r, int j, int n) {
         return ANCHORED == 8 && n ? power_anew(full[r][TILES_OF_16 * j] - BALANCE) : UNBALANCED;
     };
     auto until = [&](int r, int j, int n) {
         return power_anew(BALANCE + (ANCHORED == 8 && n ? full[r][TILES_OF_16 * (j + 1) - 1] : tile_sum(r, j)));
     };
+    auto past = [&](float x, int r, int j) { return x * power_anew(tile_sum(r, j)); };
+#endif
 #endif
     barrier_wait(loaded, 0);
 #if RAW
@@ -418,11 +428,12 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             float2 a = row_at(of_key, 4 * j + e);
-            float from = since(e & 1, j, e >> 1), next = j == 3 ? power(tile_sum(e & 1, 2)) : 1.f;
+            float from = since(e & 1, j, e >> 1);
             a.x *= up[e].x, a.y *= up[e].y;
             own[e] = pack(a.x, a.y);
             near[e] = pack(a.x * from, a.y * from);
-            far[e] = pack(a.x * from * next, a.y * from * next);
+            a.x *= from, a.y *= from;
+            far[e] = j == 3 ? pack(past(a.x, e & 1, 2), past(a.y, e & 1, 2)) : near[e];
         }
     };
     auto column_factors = [&](const float2 (&down)[4], int j, u32 (&own)[4], u32 (&step)[4], u32 (&near)[4],
@@ -430,7 +441,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             float2 b = key_at(4 * j + e);
-            float to = until(e & 1, j, e >> 1), next = j == 0 ? power(tile_sum(e & 1, 1)) : 1.f;
+            float to = until(e & 1, j, e >> 1);
             b.x *= down[e].x, b.y *= down[e].y;
             own[e] = step[e] = pack(b.x, b.y);
             if (ANCHORED == 8 && e < 2) {
@@ -438,7 +449,8 @@ extern "C" __global__ void __launch_bounds__(128, 2)
                 step[e] = pack(b.x * by, b.y * by);
             }
             near[e] = pack(b.x * to, b.y * to);
-            far[e] = pack(b.x * to * next, b.y * to * next);
+            b.x *= to, b.y *= to;
+            far[e] = j == 0 ? pack(past(b.x, e & 1, 1), past(b.y, e & 1, 1)) : near[e];
         }
     };
     auto powers = [&](float2 (&of)[4], int j, float sign) {
@@ -472,7 +484,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #if ANCHORED == 32
         rows_done(x, half_first, half_second, of_query, one, two, at + QUERY_ROWS, at + SECOND_ROWS, visit);
 #else
-        rows_done(tile_sum, since, of_query, 0, at + PAIRS, powers, row_factors, column_factors, visit);
+        rows_done(tile_sum, since, past, of_query, 0, at + PAIRS, powers, row_factors, column_factors, visit);
 #endif
 #if RAW
         sum_channels(sums + 512, dot);
@@ -496,7 +508,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #if ANCHORED == 32
         rows_done(x, half_first, half_second, of_row, one, two, at + KEY_ROWS, at + SECOND_ROWS + TILE / 2, visit);
 #else
-        rows_done(tile_sum, since, of_row, 1, at + PAIRS + TILE, powers, row_factors, column_factors, visit);
+        rows_done(tile_sum, since, past, of_row, 1, at + PAIRS + TILE, powers, row_factors, column_factors, visit);
 #endif
         sum_channels(sums + 256, dot);
     }
@@ -614,9 +626,8 @@ extern "C" __global__ void __launch_bounds__(128, 2)
                     g0 += low(near_factors[e]) * o0, g1 += high(near_factors[e]) * o1;
                 }
                 if (j < 2) {
-                    float next = j == 0 ? power(tile_sum(r, 1)) : 1.f;
                     o0 = far[j][n][2 * r], o1 = far[j][n][2 * r + 1];
-                    c0 += o0 * (down0 * next), c1 += o1 * (down1 * next);
+                    c0 += o0 * (j == 0 ? past(down0, r, 1) : down0), c1 += o1 * (j == 0 ? past(down1, r, 1) : down1);
                     g0 += low(far_factors[e]) * o0, g1 += high(far_factors[e]) * o1;
                 }
                 float h0 = hat[2 * i] * (down0 * end[r]), h1 = hat[2 * i + 1] * (down1 * end[r]);
@@ -666,7 +677,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         for (int e = 0; e < 4; e++) {
             int i = 4 * j + e, t = 8 * (i >> 1) + 2 * l, r = e & 1;
             float z0 = low(four[e]) + bias[r], z1 = high(four[e]) + bias[r];
-#if ANCHORED != 8
+#if !UNBOUNDED
             float p0 = sigmoid(rate * z0), p1 = sigmoid(rate * z1);
             float d0 = t < rows ? d_decay[2 * i] * (lowest * rate) * p0 * (1.f - p0) : 0.f;
             float d1 = t + 1 < rows ? d_decay[2 * i + 1] * (lowest * rate) * p1 * (1.f - p1) : 0.f;
@@ -713,7 +724,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #pragma unroll
         for (int b = 0; b < 8; b++, to += 8 * apart) {
             int t = 8 * b + 2 * l;
-#if ANCHORED == 8
+#if UNBOUNDED
             const GATE* from = gates + (start + t) * g_token + h * g_head + channel;
             if (t < rows) d_decay[4 * b] *= asked(number(from[0])), d_decay[4 * b + 2] *= asked(number(from[8]));
             from += g_token;

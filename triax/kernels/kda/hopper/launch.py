@@ -50,7 +50,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def prepare(
-    query: Tensor, key: Tensor, log_decay: Tensor, beta: Tensor, table: Any, anchored: int, raw: Raw | None = None,
+    query: Tensor, key: Tensor, log_decay: Tensor, beta: Tensor, table: Any, anchored: Any, raw: Raw | None = None,
     scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the record of every chunk and head; `scales`, if given, gets what made raw queries and keys unit."""
@@ -59,7 +59,7 @@ def prepare(
     query, key, log_decay = aligned(query), aligned(key), aligned(log_decay)
     kinds = variant(log_decay, beta, anchored, raw)
     rates, biases, lowest = raw or (None, None, 0.0)
-    shared = {32: 8, 16: 12, 8: 13}[anchored] * TILE_BYTES + 8 * 512 + 512 + 256
+    shared = {32: 8, 16: 12, 8: 13}[anchored.rows] * TILE_BYTES + 8 * 512 + 512 + 256
     launch(
         Kernel("prepare", kinds, shared, 256), chunks * heads, key.device,
         query, key, log_decay, beta, rates, biases, float(lowest), table.first, table.count, records, scales,
@@ -119,7 +119,7 @@ def scan_back(
 
 def gradients(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, d_read: Tensor, table: Any,
-    states: Tensor, written: Tensor, d_states: Tensor, d_errors: Tensor, anchored: int,
+    states: Tensor, written: Tensor, d_states: Tensor, d_errors: Tensor, anchored: Any,
     raw: Raw | None = None, scales: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
     """Return every gradient but the states', from what both walks kept."""
@@ -155,10 +155,10 @@ def gradients(
     )
 
 
-def variant(log_decay: Tensor, beta: Tensor, anchored: int, raw: Raw | None) -> tuple[tuple[str, str | int], ...]:
-    """Return what `prepare` and `gradients` are compiled for; `anchored` is 32 or 16 for bounded gates, else 8."""
+def variant(log_decay: Tensor, beta: Tensor, anchored: Any, raw: Raw | None) -> tuple[tuple[str, str | int], ...]:
+    """Return what `prepare` and `gradients` are compiled for; `anchored` are the anchors of `flash`."""
     types = (("GATE", _type(log_decay)), ("BETAS", _type(beta)))
-    return *types, ("RAW", int(raw is not None)), ("ANCHORED", anchored)
+    return *types, ("RAW", int(raw is not None)), ("ANCHORED", anchored.rows), ("CAUSAL", int(anchored.is_causal))
 
 
 def strides(*tensors: Tensor) -> tuple[c_longlong, ...]:

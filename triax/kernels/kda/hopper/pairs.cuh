@@ -13,13 +13,12 @@ DEVICE float softplus(float x, float& slope) {
     return high ? x : low ? e * (1.f - e * (0.5f - e * (0.33333333f - 0.25f * e))) : log * 0.6931471805599453f;
 }
 
-// Tokens with a common anchor: 32 or 16 with bounded gates, 8 with others. The latter's log decays (base 2) are held at
-// HELD: of a channel that forgets more, 4.5e-5 remains.
-//
-// Tiles of 32 are anchored at their middle, which knows of later gates. Smaller ones are anchored where they start, so
-// that no later gate moves a bit of what comes before it; a power of two centres their factors on 1.
+// ANCHORED tokens have a common anchor. With bounded gates 32 have it in their middle or, CAUSAL, 16 where they start, so
+// that no later gate moves a bit of what comes before it; a power of two then centres their factors on 1. With others it
+// is 16, or 8. The latter's log decays (base 2) are held at HELD: of a channel that forgets more, 4.5e-5 remains.
+#define UNBOUNDED (ANCHORED == (CAUSAL ? 8 : 16))
 constexpr float HELD = -14.4375f, BALANCE = 58.f, UNBALANCED = 3.469446951953614e-18f;  // 2^-58
-DEVICE float held(float x) { return ANCHORED == 8 ? fmaxf(x, HELD) : x; }
+DEVICE float held(float x) { return UNBOUNDED ? fmaxf(x, HELD) : x; }
 
 DEVICE void load_straight(u32 (&x)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

@@ -19,9 +19,12 @@ def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None, table: Any,
-    keep: bool, anchored: int, raw: Raw | None = None,
+    keep: bool, anchored: Any, raw: Raw | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return what was read, the last states, those wanted, and for the backward pass all chunks' states and writes."""
+    """Return what was read, the last states, those wanted, and for the backward pass all chunks' states and writes.
+
+    `anchored` are the anchors of `flash`.
+    """
     sequences, heads, chunks = len(table.runs) - 1, value.shape[1], len(table.first)
     log_decay, beta = _gate(log_decay), _gate(beta)
     state = None if state is None else state.float().contiguous()
@@ -45,7 +48,7 @@ def forward(
 
 def backward(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, written: Tensor,
-    d_read: Tensor, d_ends: Tensor, table: Any, anchored: int, raw: Raw | None = None,
+    d_read: Tensor, d_ends: Tensor, table: Any, anchored: Any, raw: Raw | None = None,
 ) -> tuple[Gradients, Tensor]:  # fmt: skip
     """Prepare the chunks again, walk back with the state's gradient, then everything else at once."""
     log_decay, beta, d_read = _gate(log_decay), _gate(beta), d_read.to(torch.bfloat16)

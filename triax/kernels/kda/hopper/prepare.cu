@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
         for (int e = 0; e < 4; e++) {
             float slope, z = gate[i][e] + bias[e];
             gate[i][e] = 8 * warp + i >= rows ? 0.f
-                         : ANCHORED == 8      ? -rate * softplus(z, slope)
+                         : UNBOUNDED          ? -rate * softplus(z, slope)
                                               : lowest * sigmoid(rate * z);
         }
     }
@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 #else
     int tile = warp >> 1;
     bool is_second = warp & 1;  // eight rows of a tile
-    // From the warp's anchor to the end of its tile; and, with ANCHORED = 8, between the anchors of a tile.
+    // From the warp's anchor to the end of its tile of 16; and, with ANCHORED = 8, between that tile's anchors.
     float before[4], own_end[4], step[4], next[4], from_start[4], until_end[4];
     {
         float all[4][4] = {};
@@ -201,9 +201,14 @@ extern "C" __global__ void __launch_bounds__(256, 2)
                 from += other < tile ? all[other][e] : 0.f;
                 end += other > tile ? all[other][e] : 0.f;
             }
-            own_end[e] = power(all_own - (ANCHORED == 8 ? before[e] : 0.f) + BALANCE);
             step[e] = power(is_second ? before[e] - BALANCE : gate[7][e]);
-            before[e] = ANCHORED == 8 ? BALANCE : before[e] + BALANCE;
+            if (CAUSAL) {
+                own_end[e] = power(all_own - (ANCHORED == 8 ? before[e] : 0.f) + BALANCE);
+                before[e] = ANCHORED == 8 ? BALANCE : before[e] + BALANCE;
+            } else {
+                before[e] -= 0.5f * all_own;
+                own_end[e] = power(0.5f * all_own);
+            }
             next[e] = power(tile == 0 ? all[1][e] : tile == 3 ? all[2][e] : 0.f);
             from_start[e] = power(from), until_end[e] = power(end);
             decay[e] = power(from + all_own + end);
@@ -259,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 #endif
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            float since = ANCHORED == 8 && is_second ? step[e] : UNBALANCED;
+            float since = !CAUSAL ? own_end[e] : ANCHORED == 8 && is_second ? step[e] : UNBALANCED;
             x[e] *= since, y[e] *= since, z[e] *= own_end[e];
         }
         int odd = (tile & 1) * 16 + (r & 15), later = (tile >> 1) * 16 + (r & 15);
