@@ -11,6 +11,7 @@ from torch import Tensor
 
 from triax.errors import UnsupportedError
 from triax.kernels.device import assembler
+from triax.kernels.dispatch import mode
 from triax.kernels.kda.direct import Pass, with_gradient
 from triax.kernels.kda.flash_backward import gradients, scan_back
 from triax.kernels.kda.flash_forward import prepare, scan
@@ -118,12 +119,14 @@ def anchors(lowest_log_decay: float, dtype: torch.dtype) -> Anchors:
     """Return as many rows as can share an anchor with their decay in range.
 
     That is 32 with bounded gates. Unbounded ones get 16, and a token's log decay is held at -10; those of fp32 products
-    get 1, which is exact. Where the caller wants torch to be deterministic (`torch.use_deterministic_algorithms`) half
-    as many share one at their start: measured, that costs 2 to 19 % on Hopper and more in Triton.
+    get 1, which is exact. Where the caller wants torch to be deterministic (`torch.use_deterministic_algorithms`), or
+    batch-invariant results, half as many share one at their start: measured, that costs 2 to 19 % on Hopper and more in
+    Triton.
     """
     if dtype == torch.float32 and lowest_log_decay < LOWEST_ANCHORED:
         return Anchors(1, True)
-    rows, is_causal = 32 if lowest_log_decay >= LOWEST_ANCHORED else 16, torch.are_deterministic_algorithms_enabled()
+    is_causal = torch.are_deterministic_algorithms_enabled() or mode() == "batch_invariant"
+    rows = 32 if lowest_log_decay >= LOWEST_ANCHORED else 16
     return Anchors(rows // 2 if is_causal else rows, is_causal)
 
 
