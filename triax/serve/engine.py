@@ -120,7 +120,7 @@ class Engine:
         if request.id in self._numbers:
             raise ConfigError(f"request {request.id}: the id is in use; found another request of it; give each its own")
         self._check(request)
-        guide = self.guides.guide(request.structure) if request.structure is not None else None
+        guide = self.guides.guide(request.structure, request.max_tokens) if request.structure is not None else None
         sequence = self.scheduler.add(request)
         self._numbers[request.id] = sequence.number
         self._going[sequence.number] = progress = Progress(sequence, self.tokenizer)

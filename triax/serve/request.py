@@ -50,14 +50,17 @@ class Sampling:
 class Structure:
     """A form that the answer must have."""
 
-    kind: Literal["json_object", "json_schema", "tools", "grammar"]
-    """Any JSON object; one that fits a schema; tool calls in the model's own format; an EBNF grammar."""
+    kind: Literal["json_object", "json_schema", "tools", "auto", "grammar"]
+    """Any JSON object; one that fits a schema; tool calls in the model's own format; free text and calls, of which those
+    of strict tools fit their schema; an EBNF grammar."""
     text: str = ""
     """The JSON schema, the grammar, or the JSON list of tool declarations."""
-    after: tuple[int, ...] = ()
-    """Tokens whose end starts the form (the end of thinking); empty starts at once."""
+    thinking: Literal["", "open", "may"] = ""
+    """Where the answer begins: in the form, inside thinking, or where the model may open its thinking."""
     tools: str = ""
-    """The JSON list of tools that may be called instead of an answer in a JSON form; then `after` ends the thinking."""
+    """The JSON list of tools that may be called instead of an answer in a JSON form."""
+    is_single: bool = False
+    """Whether at most one call may be made."""
 
 
 @dataclass(frozen=True)
