@@ -13,6 +13,8 @@ from triax.errors import ConfigError
 from triax.serve.request import Structure
 from triax.serve.structure import Guides
 
+from .writer import accepts, write
+
 TEXT = ['{"city": "Paris", "days": 3, "x": [1, 2.5, true, null]} weather forecast functions.get_weather:0 ' * 20]
 TOOLS = [
     {
@@ -49,28 +51,10 @@ def plain():
     return Tokenizer.train(TEXT, 290)
 
 
-def write(guide, tokenizer, seed, limit=4000):
-    """Let a random writer choose among allowed tokens until it may end; return what it wrote."""
-    random, written = torch.Generator().manual_seed(seed), []
-    ends = torch.tensor(sorted(tokenizer.ends))
-    for _ in range(limit):
-        (allowed,) = guide.allowed()
-        assert allowed is not None
-        assert allowed.any()
-        if allowed[ends].any():
-            return written
-        choices = allowed.nonzero().squeeze(-1)
-        token = int(choices[torch.randint(len(choices), (), generator=random)])
-        guide.push([token])
-        written.append(token)
-    return None
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_a_forced_call_is_one_that_the_parser_of_k3_reads(k3, seed):
     after = (k3.control[xtml.CLOSE], *k3.encode("think"), k3.control[xtml.SEP])
-    guide = Guides(k3).guide(Structure("tools", json.dumps(TOOLS), after))
-    assert guide.allowed() == [None], "thinking is free"
+    guide = Guides(k3).guide(Structure("tools", json.dumps(TOOLS), "open"))
     guide.push([*k3.encode("some thoughts"), *after])
     written = write(guide, k3, seed)
     assert written is not None, "strings are bounded, so it ends"
@@ -129,7 +113,7 @@ def test_json_of_a_schema_fits_it_and_has_no_blanks(request, family):
 @pytest.mark.parametrize("thinks", [True, False])
 def test_where_tools_may_be_called_an_answer_is_of_the_form_or_a_call(k3, thinks):
     after = (k3.control[xtml.CLOSE], *k3.encode("think"), k3.control[xtml.SEP]) if thinks else ()
-    structure = Structure("json_schema", json.dumps(SCHEMA), after, json.dumps(TOOLS))
+    structure = Structure("json_schema", json.dumps(SCHEMA), "open" if thinks else "", json.dumps(TOOLS))
     guides, seen = Guides(k3), set()
     for seed in range(8):
         guide = guides.guide(structure)
@@ -147,7 +131,7 @@ def test_where_tools_may_be_called_an_answer_is_of_the_form_or_a_call(k3, thinks
 
 
 def test_k2_may_call_where_a_form_is_asked_for(moon):
-    guide = Guides(moon).guide(Structure("json_object", "", (), json.dumps(TOOLS[1:])))
+    guide = Guides(moon).guide(Structure("json_object", "", "", json.dumps(TOOLS[1:])))
     (allowed,) = guide.allowed()
     assert allowed[moon.control[k2.SECTION_BEGIN]]
     assert allowed[moon.encode("{")[0]]
@@ -171,19 +155,113 @@ def test_masks_for_drafts_are_those_of_going_on_by_them_and_leave_no_trace(plain
     assert not wrong[0][tokens[3]]
 
 
-def test_a_form_starts_after_a_sequence_of_several_tokens_and_over_a_draft(plain):
-    after = tuple(plain.encode("</x>"))
-    assert len(after) > 1
-    guide = Guides(plain).guide(Structure("json_object", "", after))
-    masks = guide.allowed(after)
-    assert masks[:-1] == [None] * len(after)
-    assert masks[-1] is not None, "the first token after the end of thinking is held already"
-    guide.push(after[:-1])
-    assert guide.allowed() == [None]
-    guide.push(after[-1:])
+def test_thinking_is_free_until_its_end_over_a_draft_too(k3):
+    after = (k3.control[xtml.CLOSE], *k3.encode("think"), k3.control[xtml.SEP])
+    guide = Guides(k3).guide(Structure("json_object", "", "open"))
+    text = {token for token in range(k3.vocab_size) if token not in k3.control.values() and token not in k3.ends}
+    masks = guide.allowed((*k3.encode("a"), *after))
+    for mask in masks[:2]:
+        assert set(mask.nonzero().squeeze(-1).tolist()) == (text - set(k3.unsaid)) | {k3.control[xtml.CLOSE]}
+    assert masks[-1].nonzero().tolist() == [[k3.control[xtml.OPEN]]], "the answer is opened"
+    guide.push((*k3.encode("a"), *after))
     assert torch.equal(guide.allowed()[0], masks[-1])
     guide.restart(())
-    assert guide.allowed() == [None]
+    assert torch.equal(guide.allowed()[0], masks[0])
+
+
+@pytest.mark.parametrize("family", ["k3", "moon"])
+@pytest.mark.parametrize("max_tokens", [8, 40])
+def test_f43_thinking_ends_in_time_for_the_form(request, family, max_tokens):
+    tokenizer = request.getfixturevalue(family)
+    closer = tokenizer.control[xtml.CLOSE if family == "k3" else k2.THINK_END]
+    guide = Guides(tokenizer).guide(Structure("json_object", "", "open"), max_tokens)
+    budget = max_tokens * 3 // 4
+    letter, half = tokenizer.encode("x"), tokenizer.encode("é")[:1]
+    for _ in range(budget):
+        assert guide.allowed()[0][letter[0]]
+        guide.push(letter)
+    assert guide.allowed()[0].nonzero().tolist() == [[closer]]
+    assert [mask.sum().item() for mask in guide.allowed([closer])][:1] == [1]
+    guide.restart(letter * (budget - 1))
+    masks = guide.allowed([*letter, closer])
+    assert masks[0][letter[0]]
+    assert masks[1].nonzero().tolist() == [[closer]], "drafts count too"
+    guide.restart([*letter * (budget - 1), *half])
+    assert guide.allowed()[0][closer], "free text ends anywhere, within a character too"
+    guide.restart([closer])
+    assert not guide.allowed()[0][letter[0]]
+
+
+def test_f43_no_answer_may_end_before_its_form(k3, moon):
+    for tokenizer in (k3, moon):
+        for thinking in ("open", "may", "") if tokenizer is moon else ("open", ""):
+            for kind, text in (("json_object", ""), ("tools", json.dumps(TOOLS))):
+                guide = Guides(tokenizer).guide(Structure(kind, text, thinking), 100)
+                assert not guide.allowed()[0][torch.tensor(sorted(tokenizer.ends))].any()
+
+
+def test_f41_a_k2_model_that_does_not_think_is_held_from_the_first_token(moon):
+    guides = Guides(moon)
+    structure = Structure("json_schema", json.dumps({"const": 7}), "may")
+    assert accepts(guides, moon, structure, "7")
+    assert accepts(guides, moon, structure, f"{k2.THINK}hm{k2.THINK_END}7")
+    assert not accepts(guides, moon, structure, "hm")
+    guide = guides.guide(structure, 8)
+    guide.push([moon.control[k2.THINK], *moon.encode("x") * 6])
+    assert guide.allowed()[0].nonzero().tolist() == [[moon.control[k2.THINK_END]]]
+    plain = KimiTokenizer.train(TEXT, 300, "k2")
+    plain.control = {name: token for name, token in plain.control.items() if name not in (k2.THINK, k2.THINK_END)}
+    assert accepts(Guides(plain), moon, structure, "7")
+
+
+STRICT = [TOOLS[0] | {"function": TOOLS[0]["function"] | {"strict": True}}, TOOLS[1]]
+
+
+def test_f42_calls_of_strict_tools_are_guided_from_their_opener_on_and_text_is_free(k3, moon):
+    k3_structure, moon_structure = (Structure("auto", json.dumps(STRICT)) for _ in range(2))
+    call = (
+        '<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="{name}" index="1"<|sep|>{arguments}'
+        "<|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>"
+    )
+    unit = '<|open|>argument key="unit" type="string"<|sep|>{}<|close|>argument<|sep|>'
+    city = '<|open|>argument key="city" type="string"<|sep|>Rom<|close|>argument<|sep|>'
+    guides = Guides(k3)
+    for text, is_right in {
+        "": True,
+        "any words, { and }": True,
+        "words" + call.format(name="weather", arguments=city + unit.format("C")): True,
+        "words" + call.format(name="weather", arguments=city + unit.format("K")): False,
+        "words" + call.format(name="weather", arguments=city): False,
+        "words" + call.format(name="now", arguments=unit.format("K") * 2): True,
+        "words" + call.format(name="later", arguments=""): False,
+        "words<|close|>response<|sep|><|close|>message<|sep|>": True,
+    }.items():
+        assert accepts(guides, k3, k3_structure, text) is is_right, text
+    section = f"{k2.SECTION_BEGIN}{k2.CALL_BEGIN}functions.{{}}:0{k2.CALL_ARGUMENTS}{{}}{k2.CALL_END}{k2.SECTION_END}"
+    guides = Guides(moon)
+    for text, is_right in {
+        "": True,
+        f"{k2.THINK}hm{k2.THINK_END}words": True,
+        "words" + section.format("weather", '{"city":"Rom","unit":"C"}'): True,
+        "words" + section.format("weather", '{"city":"Rom"}'): False,
+        section.format("now", '{"a": [1, 2'): True,
+        section.format("later", "{}"): False,
+    }.items():
+        assert accepts(guides, moon, moon_structure, text) is is_right, text
+
+
+def test_a_single_call_stays_single(k3, moon):
+    for tokenizer in (k3, moon):
+        guides = Guides(tokenizer)
+        for seed in range(4):
+            for is_single in (True, False):
+                structure = Structure("tools", json.dumps(TOOLS), is_single=is_single)
+                written = write(guides.guide(structure), tokenizer, seed)
+                opener = tokenizer.control[xtml.CLOSE if tokenizer is k3 else k2.CALL_BEGIN]
+                if is_single and tokenizer is moon:
+                    assert written.count(opener) == 1
+                elif is_single:
+                    assert tokenizer.decode(written).count('call tool="') == 1
 
 
 def test_strings_of_a_bounded_length_or_a_pattern_hold_no_raw_control_characters(plain):
@@ -218,14 +296,6 @@ def test_references_that_lead_to_one_type_by_many_ways_are_followed_once(k3):
     written = write(Guides(k3).guide(Structure("tools", json.dumps(tools))), k3, 0)
     call = chat.xtml_parser(k3, thinking=False).parse([*written, k3.control[xtml.END]], "stop").calls[0]
     assert json.loads(call.arguments)["a"] in (True, False)
-
-
-def test_references_that_lead_nowhere_are_refused(k3):
-    defs = {"d": {"$ref": "#/$defs/e"}, "e": {"anyOf": [{"$ref": "#/$defs/d"}]}}
-    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/d"}}, "$defs": defs}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-    with pytest.raises(ConfigError, match="lead nowhere"):
-        Guides(k3).guide(Structure("tools", json.dumps(tools)))
 
 
 def test_grammars_take_no_more_memory_than_they_may(plain):

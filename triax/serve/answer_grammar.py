@@ -36,7 +36,6 @@ from triax.serve.json_schema import (
 from triax.serve.request import Structure
 
 ANY_OBJECT = {"type": "object"}
-FREE_TOOLS = "tools"
 DIGIT, FIRST_DIGIT = Chars(((48, 57),)), Chars(((49, 57),))
 
 
@@ -152,14 +151,14 @@ def _calls(grammar: Grammar, tools: Sequence[Tool], vocabulary: Vocabulary, stru
     calls: list[Node] = []
     for number, tool in enumerate(tools):
         function = tool["function"]
-        is_held = structure.kind != "auto" or bool(function.get("strict"))
-        tree = (function.get("parameters") or ANY_OBJECT) if is_held else ANY_OBJECT
+        is_free = structure.kind == "auto" and not function.get("strict")
+        tree = None if is_free else function.get("parameters") or ANY_OBJECT
         calls.append(call(grammar, tool_name(tool), tree, vocabulary, f"tools[{number}].function.parameters"))
     return sequence(before, repeat(grammar.rule(choice(*calls)), 1, 1 if structure.is_single else None), after)
 
 
 def call(grammar: Grammar, name: str, tree: Any, vocabulary: Vocabulary, where: str) -> Node:
-    """Return the grammar of one call.
+    """Return the grammar of one call; without a schema its arguments are free.
 
     Raises:
         SchemaError: Its arguments cannot be held to their schema.
@@ -167,13 +166,17 @@ def call(grammar: Grammar, name: str, tree: Any, vocabulary: Vocabulary, where: 
     control, tag = vocabulary.control, vocabulary.tag
     if not vocabulary.has_xtml:
         head = sequence(Token(control[k2.CALL_BEGIN]), Text(f"functions.{name}:"), repeat(DIGIT, 1, 3))
-        arguments = _arguments(grammar, tree, where, JSON_MEMBERS)
+        arguments = vocabulary.text() if tree is None else _arguments(grammar, tree, where, JSON_MEMBERS)
         return sequence(head, Token(control[k2.CALL_ARGUMENTS]), arguments, Token(control[k2.CALL_END]))
     index = sequence(FIRST_DIGIT, optional(DIGIT))
     separator = Token(control[xtml.SEP])
     head = sequence(
         Token(control[xtml.OPEN]), Text(f'call tool="{xtml.escape(name)}" index="'), index, Text('"'), separator
     )
+    if tree is None:
+        text, open_, close = vocabulary.text(), Token(control[xtml.OPEN]), Token(control[xtml.CLOSE])
+        value = sequence(open_, text, separator, text, close, text, separator)
+        return sequence(head, repeat(grammar.rule(value)), tag(xtml.CLOSE, "call"))
 
     def argument(writer: Writer, key: Node, parts: Parts) -> Node:
         ways = [

@@ -51,8 +51,7 @@ HELD = {
     "const": "",
     "properties": "written in the order of their declaration",
     "required": "",
-    "additionalProperties": "further properties are written only where this or `patternProperties` asks for them, or "
-    "where no property is declared",
+    "additionalProperties": "further properties are written where this asks for them, or where none is declared",
     "patternProperties": f"at most {MAX_PATTERNS} patterns",
     "propertyNames": "conditions on strings",
     "minProperties": "up to one more than the declared properties",
@@ -112,7 +111,7 @@ FORMATS = {
     "date-time": f"^{_DAY}T{_HOUR}$",
     "date": f"^{_DAY}$",
     "time": f"^{_HOUR}$",
-    "duration": r"^P(?:\d{1,4}W|\d{1,4}Y|\d{1,4}M|\d{1,4}D|(?:\d{1,4}D)?T(?:\d{1,4}H(?:\d{1,4}M)?|\d{1,4}M|\d{1,4}S))$",
+    "duration": r"^P(?:\d{1,4}[WYMD]|(?:\d{1,4}D)?T(?:\d{1,4}H(?:\d{1,4}M)?|\d{1,4}[MS]))$",
     "email": rf"^[A-Za-z0-9_+-]+(?:\.[A-Za-z0-9_+-]+)*@{_LABEL}(?:\.{_LABEL})+$",
     "hostname": rf"^{_LABEL}(?:\.{_LABEL}){{0,6}}$",
     "ipv4": rf"^{_BYTE}(?:\.{_BYTE}){{3}}$",
@@ -384,7 +383,8 @@ class Schema:
                 raise refusal(part, keyword, "the grammar has no form for it")
         if "$id" in schema and part.where != self.where and "$ref" in json.dumps(schema):
             raise refusal(part, "$id", "references would start from another address here")
-        found: list[Parts] = [frozenset({part})]
+        asks = any(name in schema for name in PLAIN)
+        found: list[Parts] = [frozenset({part} if asks else ())]
         if "$ref" in schema:
             found = self._both(part, "$ref", found, self._of(self.target(part)))
         for place in range(len(schema.get("allOf", ()))):
@@ -503,6 +503,11 @@ def _made(part: Part, name: str, tree: dict[str, Any]) -> Part:
     return Part(f"{part.where}!{name}", tree)
 
 
+JOINING = (
+    "$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentRequired", "dependentSchemas",
+    "dependencies",
+)  # fmt: skip
+PLAIN = (*(name for name in HELD if name not in JOINING), NOT_ENUM, NOT_PATTERN)
 OPENERS = ("additionalProperties", "patternProperties", "minProperties", "propertyNames")
 TURNED: dict[str, Callable[[Any], dict[str, Any] | None]] = {
     "minLength": lambda n: {"type": "string", "maxLength": n - 1} if n >= 1 else None,

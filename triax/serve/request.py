@@ -51,8 +51,8 @@ class Structure:
     """A form that the answer must have."""
 
     kind: Literal["json_object", "json_schema", "tools", "auto", "grammar"]
-    """Any JSON object; one that fits a schema; tool calls in the model's own format; free text and calls, of which those
-    of strict tools fit their schema; an EBNF grammar."""
+    """Any JSON object; one that fits a schema; tool calls in the model's own format; free text and calls, of which
+    those of strict tools fit their schema; an EBNF grammar."""
     text: str = ""
     """The JSON schema, the grammar, or the JSON list of tool declarations."""
     thinking: Literal["", "open", "may"] = ""

@@ -86,7 +86,7 @@ class ScriptedEngine:
             "words": words,
             "structure": request.structure and [request.structure.kind, request.structure.text],
             "callable": request.structure.tools if request.structure else "",
-            "after": list(request.structure.after) if request.structure else [],
+            "thinking": request.structure.thinking if request.structure else None,
             "borders": list(request.borders),
             "temperature": request.sampling.temperature,
             "top_p": request.sampling.top_p,

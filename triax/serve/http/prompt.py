@@ -13,6 +13,7 @@ from triax.data import chat
 from triax.data.chat.parser import Parser
 from triax.data.chat.tool import check_tools, tool_name
 from triax.data.kimi import KimiTokenizer
+from triax.serve.answer_grammar import SchemaError, Vocabulary, check_call, check_form
 from triax.serve.http.fault import refuse
 from triax.serve.http.model import Model
 from triax.serve.http.schema import ChatRequest, Common, ImageUrl, Message
@@ -55,8 +56,9 @@ def prepare_chat(model: Model, fields: ChatRequest, extra: Mapping[str, Any]) ->
     if not isinstance(model.tokenizer, KimiTokenizer) or model.format == "text":
         raise refuse("messages: this model has no chat format; found a base model; use /v1/completions")
     check_messages(fields.messages)
-    tools = check_declarations(fields)
-    check_form(fields.response_format)
+    declared = check_declarations(fields)
+    tools = list(declared.values())
+    check_format(fields.response_format)
     wish = {
         "thinking": fields.thinking,
         "enable_thinking": extra.get("enable_thinking"),
@@ -75,6 +77,7 @@ def prepare_chat(model: Model, fields: ChatRequest, extra: Mapping[str, Any]) ->
     num_calls = sum(len(message.tool_calls or ()) for message in fields.messages)
     tokenizer = model.tokenizer
     num_notes = 0
+    is_opened = options.thinking
     if model.format == "k3":
         num_notes = (options.tool_choice != "auto") + ((options.response_format or {}).get("type", "text") != "text")
         prompt = chat.xtml.prompt(tokenizer, messages, options, images)
@@ -82,7 +85,7 @@ def prepare_chat(model: Model, fields: ChatRequest, extra: Mapping[str, Any]) ->
         def parser() -> Parser:
             return chat.xtml_parser(tokenizer, thinking=options.thinking, num_calls=num_calls)
     else:
-        opened = options.thinking and model.slot_token is not None  # K2.5 opens thinking in the prompt, K2 does not
+        is_opened = opened = options.thinking and model.slot_token is not None  # K2.5's prompt opens it, K2 does so
         told = chat.K2Options(options.tools, options.thinking, options.keep, opened)
         prompt = chat.k2.prompt(tokenizer, messages, told, images)
 
@@ -95,7 +98,7 @@ def prepare_chat(model: Model, fields: ChatRequest, extra: Mapping[str, Any]) ->
         options.thinking,
         media_of([pictures[number] for number in prompt.pictures], prompt.ids, model.slot_token),
         borders_of(prompt.ids, tokenizer.control[ENDS[model.format]], fields.messages, num_notes),
-        structure_of(model, options, tools, fields.tool_choice),
+        structure_of(model, options, declared, fields, is_opened=is_opened),
         parser,
     )
 
@@ -130,9 +133,9 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise refuse(f"{where}.content: is missing; found none; give text")
 
 
-def check_declarations(fields: ChatRequest) -> list[Mapping[str, Any]]:
-    """Return all declared tools, global and added; refuse incomplete ones and doubles."""
-    tools: list[Mapping[str, Any]] = []
+def check_declarations(fields: ChatRequest) -> dict[str, Mapping[str, Any]]:
+    """Return all declared tools by their place, global and added; refuse incomplete ones and doubles."""
+    tools: dict[str, Mapping[str, Any]] = {}
     seen: dict[str, str] = {}
     lists = [("tools", fields.tools)]
     lists += [(f"messages[{number}].tools", message.tools) for number, message in enumerate(fields.messages)]
@@ -152,11 +155,11 @@ def check_declarations(fields: ChatRequest) -> list[Mapping[str, Any]]:
                     f"{where}[{number}].function.name: declared twice; found `{name}` also in {seen[name]}; rename one"
                 )
             seen[name] = f"{where}[{number}]"
-            tools.append(tool)
+            tools[seen[name]] = tool
     return tools
 
 
-def check_form(form: Mapping[str, Any] | None) -> None:
+def check_format(form: Mapping[str, Any] | None) -> None:
     """Refuse a `response_format` that says too little."""
     if form is None or form.get("type") != "json_schema":
         return
@@ -173,39 +176,59 @@ def check_form(form: Mapping[str, Any] | None) -> None:
 
 
 def structure_of(
-    model: Model, options: chat.Options, tools: Sequence[Mapping[str, Any]], choice: object
+    model: Model,
+    options: chat.Options,
+    declared: Mapping[str, Mapping[str, Any]],
+    fields: ChatRequest,
+    *,
+    is_opened: bool,
 ) -> Structure | None:
-    """Return the form that the engine must hold the answer to; it starts where the thinking has ended."""
+    """Return the form that the engine must hold the answer to.
+
+    Args:
+        model: Whose format is spoken.
+        options: What was asked for.
+        declared: Tools by their place in the request.
+        fields: The body.
+        is_opened: Whether the prompt ends inside thinking.
+
+    Raises:
+        Fault: A schema cannot be held to; a tool is not declared.
+    """
     tokenizer = model.tokenizer
     assert isinstance(tokenizer, KimiTokenizer)
+    vocabulary = Vocabulary(tokenizer.control)
+    choice = fields.tool_choice
     named = choice.get("function", {}).get("name") if isinstance(choice, Mapping) else None
     if isinstance(choice, Mapping):
-        tools = [tool for tool in tools if tool_name(tool) == named]
-        if not tools:
+        declared = {where: tool for where, tool in declared.items() if tool_name(tool) == named}
+        if not declared:
             raise refuse(f"tool_choice: names no declared tool; found `{named!r}`; name one of tools")
     form = (options.response_format or {}).get("type", "text")
-    if model.format == "k3":
-        control, encode = tokenizer.control, tokenizer.encode_ordinary
-        opened, closed = control[chat.xtml.OPEN], control[chat.xtml.CLOSE]
-        separator = control[chat.xtml.SEP]
-        end = (closed, *encode("think"), separator)
-        answer = (opened, *encode("response"), separator)
-    else:
-        end = answer = (tokenizer.control[chat.k2.THINK_END],)
     must_call = options.tool_choice == "required" or named is not None
-    if must_call or (form != "text" and options.tool_choice != "none"):
-        for number, tool in enumerate(tools):
-            check_size(tool["function"].get("parameters") or {}, f"tools[{number}].function.parameters")
-    if must_call:
-        return Structure("tools", json.dumps(list(tools), ensure_ascii=False), end if options.thinking else ())
-    if form == "text":
+    can_call = bool(declared) and options.tool_choice != "none"
+    is_strict = can_call and any(tool["function"].get("strict") for tool in declared.values())
+    is_single = fields.parallel_tool_calls is False
+    if not (must_call or form != "text" or is_strict):
         return None
-    callable_tools = json.dumps(list(tools), ensure_ascii=False) if tools and options.tool_choice != "none" else ""
-    after = () if not options.thinking else end if callable_tools else answer
+    thinking = "open" if is_opened else "may" if options.thinking and model.format == "k2" else ""
+    is_free = not must_call and form == "text"
+    try:
+        for where, tool in declared.items() if can_call else ():
+            if not is_free or tool["function"].get("strict"):
+                check_size(tool["function"].get("parameters") or {}, f"{where}.function.parameters")
+                check_call(tool["function"].get("parameters") or {}, vocabulary, f"{where}.function.parameters")
+        if form == "json_schema" and not must_call:
+            check_size(options.schema or {}, "response_format.json_schema.schema")
+            check_form(options.schema, "response_format.json_schema.schema")
+    except SchemaError as problem:
+        raise refuse(str(problem), problem.param) from None
+    tools = json.dumps(list(declared.values()), ensure_ascii=False) if can_call else ""
+    if must_call or is_free:
+        return Structure("tools" if must_call else "auto", tools, thinking, is_single=is_single)
     if form == "json_object":
-        return Structure("json_object", "", after, callable_tools)
-    check_size(options.schema or {}, "response_format.json_schema.schema")
-    return Structure("json_schema", json.dumps(options.schema, ensure_ascii=False), after, callable_tools)
+        return Structure("json_object", "", thinking, tools, is_single)
+    return Structure("json_schema", json.dumps(options.schema, ensure_ascii=False), thinking, tools, is_single)
 
 
 def read_pictures(model: Model, messages: Sequence[Message]) -> list[Any]:
