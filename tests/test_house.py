@@ -28,6 +28,9 @@ LONGER_FOR_A_REASON = {
     "triax/cli/sandbox.py": "all verbs of sandboxes, each a few lines",
     "triax/sandbox/protocol.py": "the words that every backend, the server and its clients share",
     "triax/sandbox/backend/gvisor/machine.py": "the whole life of one machine",
+    "tests/serve/test_json_schema.py": "a case for every keyword of JSON schemas, and every way to refuse one",
+    "triax/serve/json_schema.py": "what every keyword of JSON schemas means, and how they are joined",
+    "triax/serve/schema_grammar.py": "the grammar of every type that JSON schemas describe, on one table of helpers",
     "tests/sandbox/test_server_sdk.py": "everything that the stock SDK asks, each a case of a few lines",
 }
 

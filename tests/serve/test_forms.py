@@ -130,8 +130,8 @@ def test_a_form_that_cannot_be_held_to_is_refused_once_that_is_known(talk):
     talk.send(wire.Add(formed("bad", structure=BAD)))
     talk.engine.guides.may.set()
     found = talk.until(lambda message: isinstance(message, wire.Refused))
-    assert (found.id, found.kind) == ("bad", "ConfigError")
-    assert "cannot be held to" in found.message
+    assert (found.id, found.kind) == ("bad", "SchemaError")
+    assert "nothing is at `#/nowhere`" in found.message
 
 
 def test_a_request_is_given_up_while_its_grammar_is_made(talk):

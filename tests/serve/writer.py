@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import lru_cache
 
 import torch
 
@@ -24,8 +25,8 @@ def write(guide, tokenizer, seed, limit=4000, greed=0.5):
         if allowed[ends[0]] and draw.random() < greed:
             return written
         choices = allowed.nonzero().squeeze(-1).tolist()
-        closing = [token for token in choices if token in ends or ends_something(tokenizer, token)]
-        if step > 60 and closing and draw.random() < 0.6:
+        closing = [token for token in choices if token in closers(tokenizer)] if step > 25 else []
+        if closing and draw.random() < 0.6:
             choices = closing
         token = draw.choice(choices)
         if token in ends:
@@ -35,11 +36,13 @@ def write(guide, tokenizer, seed, limit=4000, greed=0.5):
     return None
 
 
-def ends_something(tokenizer, token):
-    """Whether a token closes a string, an array, an object or a section."""
-    if token in tokenizer.control.values() if hasattr(tokenizer, "control") else False:
-        return token in (tokenizer.control.get(xtml.CLOSE), tokenizer.control.get(k2.CALL_END))
-    return tokenizer.token_bytes(token) in (b'"', b"]", b"}", b"0")
+@lru_cache
+def closers(tokenizer):
+    """Return the tokens that close a string, an array, an object or a section."""
+    control = getattr(tokenizer, "control", {})
+    words = {tokenizer.token_bytes(n): n for n in range(tokenizer.vocab_size) if n not in control.values()}
+    found = {words[word] for word in (b'"', b"]", b"}", b"0")} | set(tokenizer.ends)
+    return found | {control[name] for name in (xtml.CLOSE, k2.CALL_END, k2.SECTION_END) if name in control}
 
 
 def json_of(tokenizer, written):

@@ -22,18 +22,9 @@ from triax.serve.ebnf import (  # fmt: skip
     repeat,
     sequence,
 )
-from triax.serve.json_schema import (
-    JSON_MEMBERS,
-    Members,
-    Parts,
-    Schema,
-    SchemaError,
-    Writer,
-    checked,
-    in_attribute,
-    json_form,
-)
+from triax.serve.json_schema import Part, Parts, Schema, SchemaError, kinds_of, literal
 from triax.serve.request import Structure
+from triax.serve.schema_grammar import JSON_MEMBERS, Members, Writer, checked, in_attribute, json_form
 
 ANY_OBJECT = {"type": "object"}
 DIGIT, FIRST_DIGIT = Chars(((48, 57),)), Chars(((49, 57),))
@@ -195,12 +186,24 @@ def _arguments(grammar: Grammar, tree: Any, where: str, members: Members) -> Nod
     """Return the grammar of an object of arguments, whatever else a schema would allow."""
     schema = Schema(tree, where)
     writer = Writer(schema, grammar)
-    ways = [
-        writer.object(parts, members)
-        for parts in schema.alternatives(schema.top)
-        if writer.of_type(parts, "object") != NOTHING
-    ]
+    ways: list[Node] = []
+    for parts in schema.alternatives(schema.top):
+        values = writer.values_of(parts)
+        if values is not None:
+            ways += [_written(writer, value, members) for value in values if isinstance(value, dict)]
+        elif all("object" in kinds_of(part.schema) for part in parts):
+            ways.append(writer.object(parts, members))
     return checked(grammar, schema, choice(*ways))
+
+
+def _written(writer: Writer, value: Mapping[str, Any], members: Members) -> Node:
+    """Return the grammar of exactly one object."""
+    parts: list[Node] = []
+    for name, inner in value.items():
+        exactly = frozenset({Part(f"{writer.schema.where}={literal([name, inner])}", {"const": inner})})
+        parts += [Text(members.comma)] if parts and members.comma else []
+        parts.append(members.member(writer, Text(members.key(name)), exactly))
+    return sequence(Text(members.opening), *parts, Text(members.closing))
 
 
 def check_call(tree: Any, vocabulary: Vocabulary, where: str) -> None:

@@ -1,14 +1,14 @@
 """Strings that satisfy several conditions at once: patterns, lengths and forbidden words, joined as automata.
 
-A pattern is read by Python's own reader and means what it means to `re.search`, or less: shorthands for "no digit", "no
-word" and "no space" are held to ASCII, because the standard's dialect and Python's disagree beyond it.
+A pattern is read by Python's own reader and means what it means to `re.search`, or less: shorthands for digits,
+words and blanks mean what the standard's dialect and Python's agree on.
 """
 
 import importlib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -303,22 +303,33 @@ def _ranges(places: Places, op: str, argument: Any) -> Ranges:
         return without(ANY, ((argument, argument),))
     if op == "ANY":
         return without(ANY, LINE_ENDS)
+    kinds = [(str(kind), value) for kind, value in argument]
+    negated = ("NEGATE", None) in kinds
     found: list[tuple[int, int]] = []
-    negated = is_shorthand = False
-    for kind, value in argument:
-        word = str(kind)
-        if word == "NEGATE":
-            negated = True
-        elif word == "LITERAL":
+    for kind, value in kinds:
+        if kind == "LITERAL":
             found.append((value, value))
-        elif word == "RANGE":
+        elif kind == "RANGE":
             found.append((value[0], min(value[1], MOST)))
-        else:
-            name = str(value).removeprefix("CATEGORY_")
-            is_shorthand = places.has_shorthand = True
-            base = CATEGORIES[name.removeprefix("NOT_")]
-            found += without(AGREED, base) if name.startswith("NOT_") else base
-    ranges = union(found)
-    if not negated:
-        return common(ranges, ANY)
-    return without(AGREED if is_shorthand else ANY, ranges)
+        elif kind == "CATEGORY":
+            places.has_shorthand = True
+            found += _shorthand(str(value).removeprefix("CATEGORY_"), is_wide=negated)
+    names = {str(value) for kind, value in kinds if kind == "CATEGORY"}
+    if any(name.replace("_NOT_", "_") in names for name in names if "_NOT_" in name):
+        found = list(ANY)  # `[\\s\\S]`
+    return without(ANY, union(found)) if negated else common(union(found), ANY)
+
+
+def _shorthand(name: str, *, is_wide: bool) -> Ranges:
+    """Return the characters of a shorthand: those on which the dialects agree, or all that any counts among them."""
+    base = name.removeprefix("NOT_")
+    if base == name:
+        return _wide(base) if is_wide else CATEGORIES[base]
+    return without(ANY, CATEGORIES[base] if is_wide else _wide(base))
+
+
+@cache
+def _wide(base: str) -> Ranges:
+    tests = {"DIGIT": str.isdecimal, "WORD": str.isalnum, "SPACE": str.isspace}
+    found = [(code, code) for code in range(MOST + 1) if tests[base](chr(code))]
+    return union([*found, *CATEGORIES[base], *([(0xFEFF, 0xFEFF)] if base == "SPACE" else [])])

@@ -21,7 +21,7 @@ TYPES = {
 }
 MEMBERS = {"str", "int", "float", "bool", "dict", "list"}
 """What the schema calls the members of a union; no field is called so."""
-CLIENTS_FAULT = ("ConfigError", "DataError", "CapacityError", "UnsupportedError", "CheckpointError")
+CLIENTS_FAULT = ("ConfigError", "DataError", "CapacityError", "UnsupportedError", "CheckpointError", "SchemaError")
 log = logger("serve")
 
 
