@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+import json
+import os
 import time
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +12,8 @@ import pytest
 
 from triax.errors import SandboxError
 from triax.sandbox.host import Host
+from triax.sandbox.protocol import Spec
+from triax.sandbox.store import PARENTS, Record, Store
 
 
 def test_a_suspended_sandbox_that_is_copied_serves_nothing_meanwhile(brittle: ModuleType, tmp_path: Path) -> None:
@@ -226,3 +230,70 @@ def test_f34_copies_are_deterministic_where_that_is_asked_for_and_only_there(
         await host.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("status", ["running", "paused", "suspended"])
+def test_a_copy_has_a_whole_life_of_its_own(brittle: ModuleType, tmp_path: Path, status: str) -> None:
+    async def run() -> None:
+        host, _, sandbox = await brittle.in_status(tmp_path, status)
+        await sandbox.set_timeout(5.0)
+        begun = time.time()
+        (copy,) = await sandbox.fork(1)
+        assert copy.expires_s is not None
+        assert begun + 1000.0 <= copy.expires_s <= time.time() + 1000.0
+        assert copy.record.origin == (sandbox.record.snapshot if status == "suspended" else None)
+        await sandbox.set_timeout(None)
+        sandbox.record.spec = dataclasses.replace(sandbox.spec, timeout_s=None)
+        (endless,) = await sandbox.fork(1)
+        assert endless.expires_s is None
+        await host.close()
+
+    asyncio.run(run())
+
+
+def test_what_a_snapshot_cannot_be_read_without_stays_as_long_as_it_does(brittle: ModuleType, tmp_path: Path) -> None:
+    async def run() -> None:
+        host, _, sandbox = await brittle.in_status(tmp_path, "running")
+        store, record = host.store, sandbox.record
+        for id, parents in (("first", []), ("second", ["first"]), ("third", ["second"]), ("other", [])):
+            (store.begin(id, record, "kept") / PARENTS).write_text(json.dumps(parents))
+            assert store.commit(id).parents == tuple(parents)
+        for id in ("first", "second", "other"):
+            await host.remove_snapshot(id)
+        assert [store.exists(id) for id in ("first", "second", "third", "other")] == [True, True, True, False]
+        await host.remove_snapshot("third")
+        assert store.snapshots() == []
+        await host.close()
+
+    asyncio.run(run())
+
+
+def test_a_record_is_replaced_as_a_whole_and_a_durable_one_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, done = Store(tmp_path), []
+    fsync, replace, rename = os.fsync, Path.replace, Path.rename
+
+    def name_of(fd: int) -> str:
+        return Path(os.readlink(f"/proc/self/fd/{fd}")).name
+
+    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(("fsync", name_of(fd))), fsync(fd))[1])
+    monkeypatch.setattr(Path, "replace", lambda old, new: (done.append(("name", new.name)), replace(old, new))[1])
+    monkeypatch.setattr(Path, "rename", lambda old, new: (done.append(("name", new.name)), rename(old, new))[1])
+    record = Record("a", "brittle", Spec())
+    store.save(record)
+    assert done == [("name", "a.json")], "what need not survive a loss of power waits for no disk"
+    done.clear()
+    store.save(record, durable=True)
+    assert done == [("fsync", "a.writing"), ("name", "a.json"), ("fsync", "sandboxes")]
+    store.begin("s", record, "kept")
+    done.clear()
+    store.commit("s")
+    assert done[-2:] == [("name", "s"), ("fsync", "snapshots")]
+    assert done.index(("fsync", "manifest.writing")) < done.index(("name", "s"))
+    before = (store.records_folder / "a.json").read_bytes()
+    monkeypatch.setattr(json, "dump", lambda tree, file: file.write("half") and 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        store.save(record)
+    assert (store.records_folder / "a.json").read_bytes() == before
+    store.close()

@@ -140,6 +140,8 @@ def test_a_step_that_fails_leaves_it_running_or_failed(
             assert sandbox.status == "running"
         assert not list(host.store.snapshots_folder.glob(".partial-*"))
         assert host.store.snapshots() == []
+        assert sandbox.record.snapshot is None
+        assert [record.snapshot for record in host.store.records()] == [None], "no crash finds a snapshot that is not"
         backend.faults, host.step_limit_s = {}, ENDS_S
         if sandbox.status == "running":
             assert (await sandbox.exec("true")).stdout == str(memory + 1).encode()

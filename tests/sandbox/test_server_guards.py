@@ -238,3 +238,26 @@ def test_an_image_is_taken_from_the_folders_that_are_open_for_it_alone(tmp_path)
         assert (caught.value.kind, caught.value.status) == ("refused", 403), name
     with pytest.raises(SandboxError, match="no such folder"):
         Plane.image(SimpleNamespace(settings=Server()), "good")
+
+
+def test_no_life_is_longer_than_the_server_gives_however_it_is_asked_for(serve, tmp_path):
+    settings = Server(folder=tmp_path / "s", port=0, backend="process", unsafe=True, timeout_s=20, longest_timeout_s=30)
+    with serve(settings, ProcessBackend(tmp_path / "m", unsafe=True)) as short:
+        told = made(short)
+        sandbox = short.plane.find(told["sandboxID"])
+        assert sandbox.expires_s - time.time() <= 20
+        at = f"{short.url}/sandboxes/{told['sandboxID']}"
+        for path, body in (
+            ("", {}),
+            ("/connect", {"timeout": 31}),
+            ("/timeout", {"timeout": 31}),
+            ("/fork", {"timeout": 31}),
+        ):
+            wish = {"templateID": "base", "timeout": 31} if not path else body
+            answer = web.post(f"{short.url}/sandboxes" if not path else at + path, json=wish)
+            assert answer.status_code == 400, (path, answer.text)
+            assert "30 s at a time" in answer.json()["message"]
+        assert sandbox.expires_s - time.time() <= 20
+        assert len(short.plane.sandboxes()) == 1
+        assert web.post(f"{at}/connect", json={"timeout": 30}).is_success
+        assert 20 < sandbox.expires_s - time.time() <= 30

@@ -221,6 +221,13 @@ def test_a_booted_machine_becomes_the_next_clients(serve, tmp_path):
             time.sleep(0.02)
         (held,) = warm.plane.host.sandboxes()
         assert web.get(f"{warm.url}/v2/sandboxes").json() == []
+        at = f"{warm.url}/sandboxes/{held.id}"
+        hidden = [web.get(at), web.delete(at), web.post(f"{at}/connect", json={}), web.post(f"{at}/pause", json={})]
+        assert [answer.status_code for answer in hidden] == [404] * 4, "nobody was told of it"
+        token = warm.plane.access.token(held.id)
+        inside = web.get(f"{warm.url}/files?path=a", headers={"E2b-Sandbox-Id": held.id, "X-Access-Token": token})
+        assert inside.status_code == 502
+        assert held.status == "running"
         wish = {"templateID": "base", "envVars": {"A": "mine"}, "metadata": {"for": "me"}}
         told = web.post(f"{warm.url}/sandboxes", json=wish).json()
         assert told["sandboxID"] == held.id
