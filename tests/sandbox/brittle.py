@@ -41,6 +41,7 @@ class BrittleBackend:
     machines: dict[str, "BrittleMachine"] = field(default_factory=dict)
     gates: dict[str, asyncio.Event] = field(default_factory=dict)
     created: int = 0
+    kills_commands: bool = False
     asked_deterministic: list[bool] = field(default_factory=list)
 
     async def step(self, name: str, *, machine: "BrittleMachine | None" = None, done: bool = False) -> None:
@@ -118,6 +119,8 @@ class BrittleMachine:
     ) -> Result:
         self._must_run()
         self.memory += 1
+        if self.backend.kills_commands:
+            return Result("ok", signal=9)
         return Result("ok", 0, stdout=str(self.memory).encode())
 
     async def start(

@@ -85,6 +85,10 @@ def test_callers_wait_in_line_and_are_told_when_their_patience_ends(until, tmp_p
             await pool.release(first)
             await pool.release(first)
             await asyncio.gather(*waiting)
+            held = await pool.acquire(timeout_s=20)
+            with pytest.raises(SandboxError, match="in use"):  # what is given back twice is one turn
+                await pool.acquire(timeout_s=0.01)
+            await pool.release(held)
             assert order == [0, 1, 2]
             assert pool.counts.leased == 0
         await host.close()

@@ -10,6 +10,7 @@ from starlette.datastructures import Headers, QueryParams
 
 from triax.config.sandbox import Server
 from triax.errors import SandboxError
+from triax.sandbox.backend.choose import tried
 from triax.sandbox.backend.process import ProcessBackend
 from triax.sandbox.protocol import Capabilities, Network
 from triax.sandbox.server import schema
@@ -261,3 +262,50 @@ def test_no_life_is_longer_than_the_server_gives_however_it_is_asked_for(serve, 
         assert len(short.plane.sandboxes()) == 1
         assert web.post(f"{at}/connect", json={"timeout": 30}).is_success
         assert 20 < sandbox.expires_s - time.time() <= 30
+
+
+def test_a_sandbox_whose_commands_all_die_is_told_by_health_until_one_lives(serve, tmp_path, brittle):
+    backend = brittle.BrittleBackend()
+    with serve(Server(folder=tmp_path / "s", port=0), backend) as running:
+        told = made(running)
+        sandbox = running.plane.find(told["sandboxID"])
+        headers = {"E2b-Sandbox-Id": sandbox.id}
+
+        def health():
+            return web.get(f"{running.url}/health", headers=headers)
+
+        backend.kills_commands = True
+        for count in range(1, 5):
+            assert running.call(sandbox.exec("true")).signal == 9
+            assert health().status_code == (204 if count < 3 else 503), count
+        assert "each of its commands is killed" in health().json()["message"]
+        assert sandbox.status == "running", "its files can still be read"
+        assert running.call(sandbox.read("/x"))
+        backend.kills_commands = False
+        running.call(sandbox.exec("true"))
+        assert health().status_code == 204
+
+
+def test_commands_that_were_killed_one_by_one_are_no_broken_sandbox(server):
+    told = made(server)
+    sandbox = server.plane.find(told["sandboxID"])
+    for _ in range(5):
+        assert server.call(sandbox.exec("kill -9 $$")).signal == 9
+    assert sandbox.broken == ""
+    web.delete(f"{server.url}/sandboxes/{told['sandboxID']}")
+
+
+def test_doctor_tries_a_command_after_one_that_was_killed(brittle, tmp_path):
+    async def run():
+        backend = brittle.BrittleBackend(kills_commands=True)
+        told = await tried(backend)
+        assert not told.ok
+        assert "signal 9" in told.found
+        assert told.to_do
+        assert backend.machines == {}, "it is ended whatever was found"
+        backend.faults = {"create": "before"}
+        assert "broken on purpose" in (await tried(backend)).found
+        assert (await tried(ProcessBackend(tmp_path / "m", unsafe=True))).ok
+        assert not list((tmp_path / "m").iterdir())
+
+    asyncio.run(run())

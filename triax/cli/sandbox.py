@@ -243,13 +243,16 @@ def doctor(as_json: AsJson = False) -> None:
     from tempfile import TemporaryDirectory
 
     from triax.errors import SandboxError
-    from triax.sandbox.backend.choose import PLACES, make
+    from triax.sandbox.backend.choose import PLACES, make, tried
 
     async def body(folder: Path) -> dict[str, list[dict[str, Any]]]:
         found: dict[str, list[dict[str, Any]]] = {}
         for name in PLACES:
             try:
-                checks = await make(name, folder / name, unsafe=True).checks()
+                backend = make(name, folder / name, unsafe=True)
+                checks = await backend.checks()
+                if all(check.ok for check in checks):
+                    checks.append(await tried(backend))
                 found[name] = [asdict(check) for check in checks]
             except SandboxError as problem:
                 found[name] = [{"name": "module", "ok": False, "found": str(problem), "to_do": "install it"}]

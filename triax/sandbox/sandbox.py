@@ -27,6 +27,8 @@ from triax.sandbox.store import Record
 T = TypeVar("T")
 
 MOST_COPIES = 1024
+MOST_KILLED = 3  # commands in a row, before it is tried whether any lives
+PROBE_S = 10.0
 
 
 class Rejoined(Protocol):
@@ -56,6 +58,8 @@ class Sandbox:
     def __init__(self, owner: Owner, record: Record, machine: Machine | None) -> None:
         self._life = Life(owner, record, machine)
         self._own_env: Mapping[str, str] = {}
+        self._killed = 0
+        self._broken = ""
 
     @property
     def id(self) -> str:
@@ -81,6 +85,11 @@ class Sandbox:
     def reason(self) -> str:
         """Why it is lost, failed or dead, in words."""
         return self._life.record.reason
+
+    @property
+    def broken(self) -> str:
+        """Why none of its commands lives, in words; empty while some do. Its files may well be whole."""
+        return self._broken
 
     @property
     def generation(self) -> int:
@@ -149,6 +158,7 @@ class Sandbox:
                 parts, stdin=stdin, timeout_s=timeout_s, env=pairs, cwd=cwd, user=user, output_limit=output_limit
             )
         )
+        await self.note_end(result)
         if result.outcome in ("infrastructure", "out_of_memory"):  # the machine may have ended with the command
             with suppress(SandboxError):
                 await self.check()
@@ -347,6 +357,23 @@ class Sandbox:
         """End its machine and keep what is known of it as `failed`: what cannot be kept is told, not dropped."""
         await self._life.bury(reason)
 
+    async def note_end(self, result: Result) -> None:
+        """Note how a command ended; after several that were killed, try whether any lives, see `broken`."""
+        if not was_killed(result):
+            if result.outcome == "ok":
+                self._killed, self._broken = 0, ""
+            return
+        self._killed += 1
+        machine = self._life.machine
+        if self._killed < MOST_KILLED or machine is None or self.status != "running":
+            return
+        for _ in range(2):
+            with suppress(SandboxError):
+                if not was_killed(await machine.exec(["true"], timeout_s=PROBE_S)):
+                    self._killed, self._broken = 0, ""
+                    return
+        self._broken = "each of its commands is killed as it starts; read its files and create another"
+
     async def check(self) -> None:
         """Find out whether its machine still lives; one that ended by itself becomes `failed`."""
         if self.status not in ("running", "paused") or await self.is_alive():
@@ -370,3 +397,8 @@ class Sandbox:
         return SandboxError(
             f"{what}: the backend `{self.backend}` cannot do this; choose another", "refused", status=501
         )
+
+
+def was_killed(result: Result) -> bool:
+    """Tell whether a command ended by SIGKILL that no limit sent; gVisor tells signals as exit codes."""
+    return result.outcome == "ok" and (result.signal == 9 or result.exit_code == 128 + 9)

@@ -1,12 +1,13 @@
 """Which backend makes the machines: the one that was named, or the strongest that this host can run."""
 
+import os
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import cast
 
 from triax.errors import SandboxError
-from triax.sandbox.protocol import Backend, Check
+from triax.sandbox.protocol import Backend, Check, Spec
 
 PLACES = {
     "qemu": "triax.sandbox.backend.qemu:QemuBackend",
@@ -17,6 +18,7 @@ PLACES = {
 }
 """Module and class of each backend, imported only when it is wanted."""
 
+TRIAL_S = 30.0
 STRONGEST_FIRST = ("qemu", "gvisor", "namespace")
 
 
@@ -68,6 +70,34 @@ async def choose(name: str, root: Path, *, unsafe: bool = False) -> Backend:
             return backend
         missing.append(f"{one} lacks {told(failed[0])}")
     raise SandboxError(f"backend `{name}`: cannot run here; {'; '.join(missing)}", "refused")
+
+
+async def tried(backend: Backend) -> Check:
+    """Make a machine, kill a command in it, and run another: what only a real machine can tell.
+
+    Args:
+        backend: One whose checks all passed.
+    """
+    name = "a command after one that was killed"
+    try:
+        machine = await backend.create(Spec(), f"doctor-{os.urandom(4).hex()}")
+        try:
+            for argv, limit_s in (
+                (["true"], TRIAL_S),
+                (["sleep", "60"], 0.2),
+                (["true"], TRIAL_S),
+                (["true"], TRIAL_S),
+            ):
+                result = await machine.exec(argv, timeout_s=limit_s)
+                if limit_s == TRIAL_S and (result.outcome != "ok" or result.exit_code != 0):
+                    end = f"signal {result.signal}" if result.signal else f"exit code {result.exit_code}"
+                    found = f"`true` ended with {result.outcome}, {end} {result.detail}".strip()
+                    return Check(name, False, found, "take another backend, or for qemu another guest kernel")
+        finally:
+            await machine.kill()
+    except SandboxError as problem:
+        return Check(name, False, str(problem), "see what was found")
+    return Check(name, True, "it runs")
 
 
 def told(check: Check) -> str:

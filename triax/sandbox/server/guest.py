@@ -54,7 +54,9 @@ class Guest:
             return await self._forward(request, sandbox_id, port)
         route = (request.method, request.url.path)
         if route == ("GET", "/health"):
-            await self.plane.session(sandbox_id)
+            session = await self.plane.session(sandbox_id)
+            if session.sandbox.broken:
+                return wire.problem(503, f"sandbox {sandbox_id}: {session.sandbox.broken}")
             return Response(status_code=204)
         session = await self._open(request, sandbox_id)
         if route == ("GET", "/files"):

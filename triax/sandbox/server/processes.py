@@ -123,6 +123,7 @@ async def start(request: Any, call: Call) -> Running:
         known,
         tag=request.tag if request.HasField("tag") else None,
         has_terminal=size is not None,
+        note_end=session.sandbox.note_end,
         limit_s=call.timeout_s,
     )
     session.add(running)

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 from triax.errors import SandboxError
@@ -29,6 +29,7 @@ class Running:
         has_terminal: Its output comes from a terminal.
         limit_s: Seconds after which it is killed.
         waits: Whether a client that listens from the start is on its way.
+        note_end: Told how it ended.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Running:
         has_terminal: bool = False,
         limit_s: float | None = None,
         waits: bool = True,
+        note_end: Callable[[Result], Awaitable[None]] | None = None,
     ) -> None:
         self.process = process
         self.config = config
@@ -51,6 +53,7 @@ class Running:
         self._heard = asyncio.Event()
         if not waits:
             self._heard.set()
+        self._note_end = note_end
         self._pump = asyncio.create_task(self._run())
         self._limit = None if limit_s is None else asyncio.create_task(self._kill_after(limit_s))
 
@@ -118,6 +121,8 @@ class Running:
             async for name, chunk in self.process.output():
                 await self._tell((name, chunk))
             self.result = await self.process.wait()
+            if self._note_end is not None:
+                await self._note_end(self.result)
         except asyncio.CancelledError:
             self.failure = Fault("unavailable", "the connection to the process ended: its sandbox was stopped")
             raise
