@@ -8,6 +8,7 @@ import pytest
 
 from triax.errors import SandboxError
 from triax.sandbox.exchange import _leads_out, download, upload
+from triax.sandbox.protocol import Entry
 
 INSIDE = [("link", "x"), ("link", "./x"), ("a/link", "../x"), ("a/b/link", "../../x"), ("a/link", ".."), ("link", ".")]
 OUTSIDE = [
@@ -73,5 +74,27 @@ def test_a_folder_comes_back_as_it_was_sent(hosting, started, tmp_path):
             assert await download(sandbox, "there/plain", tmp_path / "one", most_bytes=25_600) == 1
             with pytest.raises(SandboxError, match="most_bytes"):
                 await download(sandbox, "there/plain", tmp_path / "two", most_bytes=25_599)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", ["src/..", "src/.", "src/", "", "..", "src/a\0b"])
+def test_what_a_sandbox_calls_its_files_leads_nowhere_on_the_host(path, brittle, tmp_path):
+    async def run():
+        host, backend, sandbox = await brittle.in_status(tmp_path / "host", "running")
+        machine = backend.machines[sandbox.id]
+
+        async def stat(asked):
+            return Entry(asked, "directory", 0, 0o755, 0.0)
+
+        async def named(asked):
+            return [Entry(path, "directory", 0, 0o755, 0.0)]
+
+        machine.stat, machine.list = stat, named
+        with pytest.raises(SandboxError, match="is no name of a file") as caught:
+            await download(sandbox, "src", tmp_path / "back")
+        assert caught.value.kind == "refused"
+        assert [one.name for one in tmp_path.iterdir()] == ["host"]
+        await host.close()
 
     asyncio.run(run())

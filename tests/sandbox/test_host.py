@@ -12,7 +12,7 @@ import pytest
 
 from triax.errors import SandboxError
 from triax.sandbox.host import Host
-from triax.sandbox.protocol import Spec
+from triax.sandbox.protocol import Network, Resources, Spec
 from triax.sandbox.store import PARENTS, Record, Store
 
 
@@ -297,3 +297,52 @@ def test_a_record_is_replaced_as_a_whole_and_a_durable_one_is_on_disk_before_it_
         store.save(record)
     assert (store.records_folder / "a.json").read_bytes() == before
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("on_timeout", "keep", "left"), [("suspend", True, "suspended"), ("kill", True, None), ("suspend", False, None)]
+)
+@pytest.mark.parametrize("status", ["running", "paused"])
+def test_an_owner_that_ends_keeps_what_its_time_limit_would_keep(
+    brittle: ModuleType, tmp_path: Path, status: str, on_timeout: str, keep: bool, left: str | None
+) -> None:
+    async def run() -> None:
+        host, backend, sandbox = await brittle.in_status(tmp_path, status)
+        sandbox.record.spec = dataclasses.replace(sandbox.spec, on_timeout=on_timeout)
+        await host.close(keep=keep)
+        assert backend.machines == {}
+        after = await Host.open(tmp_path, backend)
+        assert [one.status for one in after.sandboxes()] == ([left] if left else [])
+        assert len(after.store.snapshots()) == bool(left)
+        await after.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"image": "another"},
+        {"resources": Resources(memory_mib=999)},
+        {"network": Network(allow_internet=True)},
+        {"user": "root"},
+        {"cwd": "/else"},
+    ],
+)
+def test_one_that_was_made_ahead_becomes_no_other_than_it_is(
+    brittle: ModuleType, tmp_path: Path, other: dict[str, object]
+) -> None:
+    async def run() -> None:
+        host, _, sandbox = await brittle.in_status(tmp_path, "running")
+        before = sandbox.spec
+        with pytest.raises(SandboxError, match="made ahead as another"):
+            sandbox.dedicate(dataclasses.replace(before, **other))
+        assert sandbox.spec == before
+        wanted = dataclasses.replace(before, env={"A": "1"}, metadata={"b": "2"}, timeout_s=7.0, on_timeout="kill")
+        sandbox.dedicate(wanted)
+        assert sandbox.spec == wanted
+        assert 0 < sandbox.expires_s - time.time() <= 7.0
+        assert host.store.records()[0].spec == wanted
+        await host.close()
+
+    asyncio.run(run())

@@ -192,6 +192,11 @@ def test_more_than_the_quotas_is_refused_until_something_ends(serve, tmp_path):
         refused = web.post(f"{small.url}/sandboxes", json={"templateID": "base"})
         assert refused.status_code == 429
         assert "quota sandboxes" in refused.json()["message"]
+        assert web.post(f"{small.url}/sandboxes/{first}/pause", json={}).is_success
+        assert small.plane.find(first).status == "paused"
+        assert web.post(f"{small.url}/sandboxes", json={"templateID": "base"}).status_code == 429, (
+            "it holds its machine"
+        )
         web.delete(f"{small.url}/sandboxes/{first}")
         assert web.post(f"{small.url}/sandboxes", json={"templateID": "base"}).status_code == 201
 
