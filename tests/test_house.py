@@ -26,6 +26,7 @@ LONGER_FOR_A_REASON = {
     "tests/data/test_kimi_tokenizer.py": "every corner of one published format, each a case of a few lines",
     "tests/data/test_xtml_parser.py": "every corner of one published format, each a case of a few lines",
     "triax/cli/sandbox.py": "all verbs of sandboxes, each a few lines",
+    "triax/sandbox/sandbox.py": "everything that a user does with one sandbox",
     "triax/sandbox/protocol.py": "the words that every backend, the server and its clients share",
     "triax/sandbox/backend/gvisor/machine.py": "the whole life of one machine",
     "tests/serve/test_json_schema.py": "a case for every keyword of JSON schemas, and every way to refuse one",
