@@ -439,6 +439,14 @@ def test_folders_in_use_are_never_written_into(made, tmp_path, target):
     assert files_of(tmp_path / target) == before
 
 
+def test_the_source_is_known_by_whatever_path_it_is_named(made, tmp_path):
+    source = made["kimi_linear"][0]
+    (tmp_path / "link").symlink_to(source)
+    for target in (tmp_path / "link", source / ".." / source.name):
+        with pytest.raises(CheckpointError, match="is the folder to convert; the source is never changed"):
+            run(source, target, "bf16")
+
+
 def test_columns_that_are_no_whole_groups_are_refused(miniature, tmp_path):
     miniature.write("moonlight", tmp_path / "odd", miniature.replace(miniature.toy("moonlight"), expert=40))
     with pytest.raises(CheckpointError, match="no whole groups of 32"):
