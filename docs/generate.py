@@ -16,6 +16,7 @@ from triax.config.serve import Serve
 from triax.config.settings import Settings
 from triax.config.show import toml
 from triax.config.train import Recipe
+from triax.serve import json_schema
 
 FOLDER = Path(__file__).parent / "reference"
 WIDTH = 112  # of the help texts: wide enough for every summary of a verb
@@ -37,6 +38,16 @@ How servers are run: [Serving](../guides/serve.md).
 """
 
 
+OF_SCHEMAS = """
+## Keywords of JSON schemas
+
+What `response_format`, forced calls and tools with `strict` may ask for, generated from the code. A keyword that cannot
+be held is refused with status 400, its name in the message and its place in `param`. What is written may be narrower
+than the schema, never wider: JSON has no blanks, properties stand in the order of their declaration, numbers without
+bounds have at most 18 digits before the point.
+"""
+
+
 def settings_page() -> str:
     """Return the page of all settings of a recipe."""
     return tables_page(OF_RECIPES, Recipe, "The recipe")
@@ -44,7 +55,25 @@ def settings_page() -> str:
 
 def server_page() -> str:
     """Return the page of all settings of a server."""
-    return tables_page(OF_SERVERS, Serve, "The server")
+    return tables_page(OF_SERVERS, Serve, "The server") + schemas_section()
+
+
+def schemas_section() -> str:
+    """Return what becomes of each keyword of a JSON schema."""
+    lines = OF_SCHEMAS.split("\n")
+    lines += ["| keyword | in forms, and in calls of K3 and K2 | within |", "|---|---|---|"]
+    lines += [f"| `{name}` | held | {_cell(remark)} |" for name, remark in json_schema.HELD.items()]
+    lines += [f"| `{name}` | refused | {_cell(remark)} |" for name, remark in json_schema.REFUSED.items()]
+    formats, others = (", ".join(f"`{one}`" for one in names) for names in (
+        (*json_schema.FORMATS, *json_schema.OF_NUMBERS), json_schema.REFUSED_FORMATS))  # fmt: skip
+    silent = ", ".join(f"`{name}`" for name in json_schema.ANNOTATIONS)
+    lines += [
+        "",
+        f"Formats that are held: {formats}. Refused: {others}. Others ask nothing, as the standard has it.",
+        "",
+    ]
+    lines += [f"Keywords that ask nothing of a value, as any that the standard does not know: {silent}.", ""]
+    return "\n".join(lines)
 
 
 def tables_page(begin: str, root: type[Settings], name_of_root: str) -> str:

@@ -57,6 +57,7 @@ CASES = {
         {"messages": [system(without(tool(), "function", "parameters")), USER]},
         "messages[0].tools[0].function.parameters",
     ),
+    "f50 name that begins with a digit": ({"tools": [tool("1bad")]}, "tools[0].function.name"),
     "name with a blank": ({"tools": [tool("a b")]}, "tools[0].function.name"),
     "name that is too long": ({"tools": [tool("a" * 65)]}, "tools[0].function.name"),
     "name with a line break": ({"tools": [tool("a\n")]}, "tools[0].function.name"),
@@ -156,6 +157,49 @@ def test_what_cannot_be_answered_is_refused_with_the_field_and_a_way_out(server,
     assert error["param"] == param, error
     assert error["message"].startswith(param)
     assert error["message"].count("; ") >= 2  # what is wrong; what was found; what to do
+
+
+NOT_HELD = {"type": "object", "properties": {"née": {"type": "array", "maxContains": 2, "contains": True}}}
+BY_PLACE = {
+    "response_format.json_schema.schema": form(name="x", schema=NOT_HELD),
+    "tools[1].function.parameters": {
+        "tools": [tool("g"), tool(parameters=NOT_HELD)],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+    },
+    "tools[0].function.parameters": {"tools": [tool(parameters=NOT_HELD, strict=True)]},
+    "messages[0].tools[0].function.parameters": {
+        "messages": [system(tool(parameters=NOT_HELD)), USER],
+        "tool_choice": "required",
+    },
+}
+
+
+@pytest.mark.parametrize("place", BY_PLACE)
+def test_f44_a_keyword_that_cannot_be_held_is_named_with_its_field(server, k2_server, place):
+    servers = [server, k2_server]
+    if "tool_choice" in BY_PLACE[place]:  # named tools are K2's, tools in mid-session K3's
+        servers = [server] if "messages" in BY_PLACE[place] else [k2_server]
+    for one in servers:
+        response = one.post("/v1/chat/completions", {"model": "m", "messages": [USER]} | BY_PLACE[place])
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert error["param"] == f"{place}.properties.née.maxContains"
+        assert "`maxContains`" in error["message"]
+
+
+def test_f44_what_is_not_held_to_a_schema_may_have_any(ask, server):
+    ask(ask.said("x"), tools=[tool(parameters=NOT_HELD)])
+    assert server.last()["structure"] is None
+
+
+def test_f42_strict_tools_are_guided_where_the_model_may_choose(ask, server):
+    strict = tool(strict=True)
+    ask(ask.said("x"), tools=[strict, tool("g")])
+    last = server.last()
+    assert last["structure"][0] == "auto"
+    assert json.loads(last["structure"][1]) == [strict, tool("g")]
+    ask(ask.said("x"), tools=[strict], tool_choice="none")
+    assert server.last()["structure"] is None
 
 
 def test_the_context_has_its_own_code(server):

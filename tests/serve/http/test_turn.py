@@ -1,6 +1,7 @@
 """What a client adds up from a stream is what it gets in one piece, whatever a model writes."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from triax.serve.http.chat import delta_of
 from triax.serve.http.model import Model
 from triax.serve.http.prompt import Prepared, prepare_chat
 from triax.serve.http.schema import ChatRequest
-from triax.serve.request import TokenInfo, Update, Usage
+from triax.serve.request import Structure, TokenInfo, Update, Usage
 
 from .conftest import TEXT, called, said
 
@@ -117,6 +118,17 @@ def test_an_answer_inside_the_thinking_becomes_the_content(model):
     add_up(events, whole)
     assert (whole.reasoning, whole.content) == ("", "Yes.")
     assert [warning["kind"] for warning in turn.warnings] == ["answer_in_think"]
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("json_object", "length"), ("json_object", "stop"), ("auto", "length")])
+def test_f43_a_form_that_breaks_off_is_told(model, kind, reason):
+    words = '<|close|>think<|sep|><|open|>response<|sep|>{"a"' + ":1}" * (reason == "stop")
+    tokens = model.tokenizer.encode(words, allow_control=True)
+    turn = Turn(model, replace(turn_of(model).prepared, structure=Structure(kind, "", "open")))
+    turn.read(Update("x", "", tuple(TokenInfo(token, -1.0) for token in tokens), finish_reason=reason))
+    assert turn.reason == reason
+    kinds = [warning["kind"] for warning in turn.warnings]
+    assert ("unfinished_form" in kinds) == (kind == "json_object" and reason == "length")
 
 
 @pytest.mark.parametrize(("line", "billed"), [(0, 36), (1, 119), (2, 99), (3, 545)])

@@ -7,7 +7,7 @@ from typing import Any
 
 from triax.errors import DataError
 
-NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")  # \Z: `$` would let a newline through
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}\Z")  # \Z: `$` would let a newline through
 
 Tool = Mapping[str, Any]
 
@@ -71,7 +71,7 @@ def _check(tool: object, where: str) -> str:
     if not isinstance(name, str) or not NAME.match(name):
         raise DataError(
             f"{where}.function.name: not allowed; found {_show(name)}; "
-            "use 1 to 64 letters, digits, `_`, `-` or `.` of ASCII"
+            "use 1 to 64 letters, digits, `_`, `-` or `.` of ASCII, a letter or `_` first"
         )
     if not isinstance(function.get("description") or "", str):
         found = _show(function["description"])

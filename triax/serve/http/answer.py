@@ -150,6 +150,9 @@ class Turn:
         last = events[-1]
         assert isinstance(last, Finish)
         self.reason = reason if reason in ABNORMAL else last.reason
+        structure = self.prepared.structure
+        if self.reason == "length" and structure is not None and structure.kind != "auto":
+            self._warn("unfinished_form", f"max_tokens {self.num_tokens}")
         return events
 
     def logprob(self, info: TokenInfo) -> dict[str, Any]:
