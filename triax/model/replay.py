@@ -45,15 +45,16 @@ def replay(routers: Sequence[Router], recorded: Sequence[Sequence[Routing]]) -> 
     agreed: list[list[float]] = [[] for _ in routers]
     handles = []
     for router, routings, found in zip(routers, recorded, agreed, strict=True):
-        coming, forced = iter(routings), _Forced([], [])
+        coming, forced = iter(routings), _Forced([], [], [])
 
         def force(
             module: nn.Module, given: tuple[Any, ...], coming: Iterator[Routing] = coming, forced: _Forced = forced
         ) -> tuple[Tensor, Routing]:
             read = _fingerprint(given[0])
             if is_recomputing():
-                return given[0], forced.routings[forced.nearest(read)]
+                return given[0], forced.again(read)
             forced.reads.append(read)
+            forced.num_recomputed.append(0)
             forced.routings.append(next(coming))
             return given[0], forced.routings[-1]
 
@@ -79,9 +80,19 @@ class _Forced(NamedTuple):
     routings: list[Routing]
     """What each was forced to."""
 
-    def nearest(self, read: tuple[int, float, float]) -> int:
-        """Return the forward that read almost the same: what is recomputed may differ by rounding."""
-        return min(range(len(self.reads)), key=lambda n: math.dist(self.reads[n], read))
+    num_recomputed: list[int]
+    """How often each was recomputed."""
+
+    def again(self, read: tuple[int, float, float]) -> Routing:
+        """Return the routing of the forward that read almost the same: what is recomputed may differ by rounding.
+
+        Of forwards that read exactly the same it is the last one that was not recomputed yet: a backward pass goes
+        through them from the last to the first.
+        """
+        places = range(len(self.reads))
+        place = min(places, key=lambda n: (math.dist(self.reads[n], read), self.num_recomputed[n], -n))
+        self.num_recomputed[place] += 1
+        return self.routings[place]
 
 
 def _fingerprint(hidden: Tensor) -> tuple[int, float, float]:
