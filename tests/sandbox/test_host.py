@@ -346,3 +346,21 @@ def test_one_that_was_made_ahead_becomes_no_other_than_it_is(
         await host.close()
 
     asyncio.run(run())
+
+
+def test_the_next_snapshot_builds_on_the_last_one(brittle: ModuleType, tmp_path: Path) -> None:
+    async def run() -> None:
+        host, _, sandbox = await brittle.in_status(tmp_path, "running")
+        assert sandbox.record.latest is None
+        kept = await sandbox.snapshot()
+        assert sandbox.record.latest == kept
+        away = await sandbox.suspend()
+        assert (sandbox.record.latest, sandbox.record.snapshot, sandbox.record.origin) == (away, away, None)
+        await sandbox.resume()
+        assert (sandbox.record.latest, sandbox.record.snapshot, sandbox.record.origin) == (away, None, away)
+        (copy,) = await sandbox.fork(1)
+        assert (copy.record.latest, copy.record.origin) == (away, away)
+        assert {record.latest for record in host.store.records()} == {away}
+        await host.close()
+
+    asyncio.run(run())
