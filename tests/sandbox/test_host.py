@@ -364,3 +364,79 @@ def test_the_next_snapshot_builds_on_the_last_one(brittle: ModuleType, tmp_path:
         await host.close()
 
     asyncio.run(run())
+
+
+def test_an_id_is_given_once_and_a_folder_has_one_owner(brittle: ModuleType, tmp_path: Path) -> None:
+    async def run() -> None:
+        host, backend, sandbox = await brittle.in_status(tmp_path, "running")
+        backend.gates = {"create": asyncio.Event()}
+        coming = asyncio.ensure_future(host.create(id="coming"))
+        await asyncio.sleep(0)
+        for id in (sandbox.id, "coming"):
+            with pytest.raises(SandboxError, match="there is one already") as caught:
+                await host.create(id=id)
+            assert caught.value.status == 409
+        backend.gates["create"].set()
+        await coming
+        assert host.get(sandbox.id) is sandbox
+        assert (await sandbox.exec("true")).outcome == "ok"
+        with pytest.raises(SandboxError, match=f"found process `{os.getpid()}`") as caught:
+            await Host.open(tmp_path, backend)
+        assert caught.value.status == 409
+        assert len(backend.machines) == 2, "who may not own it ends nothing"
+        await host.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("writes", [0, 1])
+def test_a_machine_that_cannot_be_written_down_is_ended(brittle: ModuleType, tmp_path: Path, writes: int) -> None:
+    async def run() -> None:
+        backend = brittle.BrittleBackend()
+        host = await Host.open(tmp_path, backend)
+        real, left = host.store.save, iter([True] * writes)
+
+        def full(record: Record, **more: bool) -> None:
+            if not next(left, False):
+                raise SandboxError("record: cannot be written; free some disk")
+            real(record, **more)
+
+        host.store.save = full
+        with pytest.raises(SandboxError, match="free some disk"):
+            await host.create()
+        assert (backend.machines, host.sandboxes(), host.store.records()) == ({}, [], [])
+        assert (host.starting, host._coming) == (set(), {})
+        host.store.save = real
+        await host.close()
+
+    asyncio.run(run())
+
+
+def test_a_snapshot_is_removed_by_its_own_id_and_not_while_a_sandbox_resumes_from_it(
+    brittle: ModuleType, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        host, _, sandbox = await brittle.in_status(tmp_path / "here", "suspended")
+        (tmp_path / "here" / "snapshots" / "a").mkdir()
+        with pytest.raises(SandboxError, match="resumes from it") as caught:
+            await host.remove_snapshot(sandbox.snapshot_id)
+        assert caught.value.status == 409
+        for id in (
+            "",
+            ".",
+            "..",
+            f"a/../{sandbox.snapshot_id}",
+            f"../snapshots/{sandbox.snapshot_id}",
+            "A",
+            "-a",
+            "a" * 64,
+        ):
+            for deed in (lambda id=id: host.snapshot(id), lambda id=id: host._held(id)):
+                with pytest.raises(SandboxError) as caught:
+                    deed()
+                assert caught.value.status == 404, id
+            assert not host.store.exists(id)
+        await sandbox.resume()
+        await host.close()
+
+    asyncio.run(run())
