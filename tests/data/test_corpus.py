@@ -1,11 +1,13 @@
 import json
 
+import numpy as np
 import pytest
 
 from triax.config import data as config
-from triax.data.corpus import Corpus, within
+from triax.data.corpus import Corpus, load_tokenizer, within
+from triax.data.kimi import KimiTokenizer
 from triax.data.mixture import PackedLoader
-from triax.data.pack import held_out_batches
+from triax.data.pack import encode, held_out_batches
 from triax.data.source import Document
 from triax.data.tokenizer import Tokenizer
 from triax.errors import DataError
@@ -56,6 +58,48 @@ def test_a_given_tokenizer_is_used(settings, tmp_path):
     given.save(tmp_path / "tokenizer.json")
     corpus = Corpus.read(settings)
     assert corpus.tokenizer(config.Tokenizer(path=tmp_path / "tokenizer.json")).identity == given.identity
+
+
+@pytest.fixture
+def kimi():
+    return KimiTokenizer.train(["other text, other text"] * 3, 262)
+
+
+@pytest.mark.parametrize("border", ["", "[EOS]"])
+def test_f58_a_vocabulary_of_kimi_is_used_with_its_border(settings, kimi, tmp_path, border):
+    kimi.save(tmp_path / "kimi")
+    corpus = Corpus.read(settings)
+    wanted = kimi.control[border or "[BOS]"]
+    for path in (tmp_path / "kimi", tmp_path / "kimi" / "tiktoken.model"):
+        tokenizer = corpus.tokenizer(config.Tokenizer(path=path, border=border))
+        assert (tokenizer.opening, tokenizer.start) == ((wanted,), wanted)
+        assert wanted in tokenizer.ends
+        assert tokenizer.encode("a text[BOS]") == kimi.encode("a text[BOS]")
+    parts, held_out = corpus.encode(tokenizer)
+    assert {part.stream.border for part in parts} == {wanted}
+    documents = [document.text for document in corpus.held_out]
+    assert held_out.tokens.tolist() == [token for text in documents for token in (wanted, *kimi.encode(text))]
+    tokenizer.save(tmp_path / "again")
+    assert KimiTokenizer.load(tmp_path / "again").opening == (wanted,)
+
+
+def test_f58_a_border_that_kimi_does_not_have_is_named(settings, kimi, tmp_path):
+    kimi.save(tmp_path)
+    with pytest.raises(DataError, match=r"data.tokenizer.border `<s>`: no control token .* choose one of .*`\[BOS\]`"):
+        Corpus.read(settings).tokenizer(config.Tokenizer(path=tmp_path, border="<s>"))
+
+
+def test_f58_the_released_vocabulary_can_be_trained_with(kimi_data):
+    tokenizer = load_tokenizer(kimi_data / "kimi.tiktoken")
+    assert (tokenizer.vocab_size, tokenizer.opening) == (163_840, (163_584,))
+    stream = encode([Document("a", "漢字 text"), Document("b", "")], tokenizer)
+    assert stream.tokens.tolist() == [163_584, *tokenizer.encode("漢字 text"), 163_584]
+    assert stream.tokens.dtype == np.uint32
+
+
+def test_f58_a_kimi_tokenizer_without_a_border_encodes_no_documents(kimi):
+    with pytest.raises(DataError, match=r"set data.tokenizer.border"):
+        encode([Document("a", "text")], kimi)
 
 
 def test_a_vocabulary_that_the_training_text_does_not_support_is_refused(settings):

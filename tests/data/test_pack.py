@@ -44,6 +44,27 @@ def test_a_document_becomes_a_border_and_its_tokens():
     assert steps == [(5, 5)]
 
 
+def test_f60_no_more_text_is_encoded_at_once_than_fits_however_long_a_document(monkeypatch):
+    monkeypatch.setattr("triax.data.pack.ENCODED_AT_ONCE", 50)
+    monkeypatch.setattr("triax.data.tokenizer.LONGEST_PIECE", 20)
+    tokenizer = Tokenizer.train(["ab ab ab"], 258)
+    documents = [Document("a", "ab\n" * 100), Document("b", ""), Document("c", "x\n" * 30), Document("d", "ab")]
+    calls, steps = [], []
+
+    def encode_batch(self, texts, inner=Tokenizer.encode_batch):
+        calls.append(sum(map(len, texts)))
+        return inner(self, texts)
+
+    monkeypatch.setattr(Tokenizer, "encode_batch", encode_batch)
+    stream = encode(documents, tokenizer, lambda done, total: steps.append((done, total)))
+    assert max(calls) <= 50
+    assert len(calls) == len(steps) >= 8
+    assert steps[-1] == (362, 362)
+    expected = [[tokenizer.border, *tokenizer.encode(document.text)] for document in documents]
+    assert documents_of(stream) == [tuple(tokens) for tokens in expected]
+    assert stream.document_bytes.tolist() == [300, 0, 60, 2]
+
+
 def test_no_documents_make_an_empty_stream():
     stream = encode([], Tokenizer.train(["ab ab ab"], 258))
     assert (stream.num_tokens, stream.num_bytes, stream.starts.tolist()) == (0, 0, [0])

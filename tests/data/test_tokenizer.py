@@ -1,8 +1,10 @@
+import json
+
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from triax.data.tokenizer import BORDER, StreamDecoder, Tokenizer
 from triax.errors import DataError
@@ -143,7 +145,7 @@ def test_a_missing_or_damaged_file_is_named(tmp_path):
 def test_a_tokenizer_without_a_border_is_refused(tmp_path):
     inner = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
     inner.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(DataError, match=r"no token `<\|border\|>`"):
+    with pytest.raises(DataError, match=r"no special token `<\|border\|>` to begin each document with; add one"):
         Tokenizer.load(tmp_path / "tokenizer.json")
 
 
@@ -172,3 +174,81 @@ def test_added_tokens_of_other_tokenizers_are_kept_as_their_text(tmp_path):
     assert loaded.vocab_size == 301
     assert loaded.decode([300]) == "<|é|>"
     assert 300 not in loaded.encode("<|é|>")
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """A tokenizer of one's own, as the `tokenizers` library trains it for GPT-2's split."""
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|pad|>", "<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(TEXTS, trainer)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    return inner, tmp_path / "tokenizer.json"
+
+
+def test_f58_a_tokenizer_of_ones_own_has_the_border_that_the_setting_names(foreign):
+    inner, path = foreign
+    with pytest.raises(DataError, match=r"set data.tokenizer.border to one of `<\|pad\|>`, `<\|endoftext\|>`"):
+        Tokenizer.load(path)
+    with pytest.raises(DataError, match=r"no special token `the`"):
+        Tokenizer.load(path, "the")
+    loaded = Tokenizer.load(path, "<|endoftext|>")
+    assert (loaded.border, loaded.opening, loaded.start, loaded.ends) == (1, (1,), 1, frozenset({1}))
+    assert loaded.encode(TEXTS[0]) == inner.encode(TEXTS[0], add_special_tokens=False).ids
+    spelled = "a<|endoftext|>b<|pad|>"
+    assert loaded.decode(loaded.encode(spelled)) == spelled
+    assert 1 not in loaded.encode(spelled)
+    assert loaded.decode_bytes([1, *loaded.encode("x")]) == b"x"
+
+
+def test_f58_the_border_is_kept_in_the_file_where_other_programs_find_it_too(foreign, tmp_path):
+    path = foreign[1]
+    Tokenizer.load(path, "<|endoftext|>").save(tmp_path / "saved.json")
+    assert Tokenizer.load(tmp_path / "saved.json").border_name == "<|endoftext|>"
+    assert tokenizers.Tokenizer.from_file(str(tmp_path / "saved.json")).encode("a").tokens[0] == "<|endoftext|>"
+    assert tokenizers.Tokenizer.from_str(json.dumps(TOKENIZER.tree())).encode("a").tokens[0] == BORDER
+
+
+def test_f58_a_token_after_the_text_is_not_taken_for_the_border(foreign):
+    inner, path = foreign
+    for template in ("$A <|endoftext|>", "<|pad|> $A <|endoftext|>"):
+        inner.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=[("<|pad|>", 0), ("<|endoftext|>", 1)]
+        )
+        inner.save(str(path))
+        with pytest.raises(DataError, match=r"no special token `<\|border\|>`"):
+            Tokenizer.load(path)
+
+
+LINES = st.lists(
+    st.sampled_from(["\n", "\n\n", "\r\n", " ", "    ", "\t", "x", "ab", "def f(x):", ").", "é", "\x1c", "1234"])
+)
+
+
+@given(LINES.map("".join), st.integers(3, 12))
+@example("x" * 40, 7)
+@example("\n" * 40, 7)
+@example(" " * 40, 7)
+def test_f60_pieces_of_a_long_text_are_short_and_join_to_it(text, longest):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("triax.data.tokenizer.LONGEST_PIECE", longest)
+        pieces = list(TOKENIZER.pieces(text))
+    assert "".join(pieces) == text
+    assert all(0 < len(piece) <= longest for piece in pieces) or pieces == [""]
+
+
+@given(st.lists(LINES.map(lambda parts: "".join(["w", *parts])[:40]), min_size=1).map("\n".join))
+def test_f60_the_tokens_of_the_pieces_are_those_of_the_whole(text):
+    """Every 60 characters have a line that is not indented here, as code and prose have."""
+    text = "\n".join(line if line[:1].strip() else f"w{line}" for line in text.split("\n"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("triax.data.tokenizer.LONGEST_PIECE", 60)
+        pieces = list(TOKENIZER.pieces(text))
+    assert [token for tokens in TOKENIZER.encode_batch(pieces) for token in tokens] == TOKENIZER.encode(text)

@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 
 from triax.checkpoint import sharded
-from triax.checkpoint.tokenizer import TOKENIZER
+from triax.checkpoint.tokenizer import load_tokenizer
 from triax.config.train import Recipe
+from triax.data.kimi import KimiTokenizer
 from triax.data.tokenizer import Tokenizer
 from triax.errors import CheckpointError
 from triax.model.decoder import Decoder
@@ -15,7 +16,7 @@ from triax.model.decoder import Decoder
 RECIPE, CHECKPOINTS = "recipe.json", "checkpoints"
 
 
-def load_model(path: Path | str, device: str | torch.device = "cpu") -> tuple[Decoder, Tokenizer]:
+def load_model(path: Path | str, device: str | torch.device = "cpu") -> tuple[Decoder, Tokenizer | KimiTokenizer]:
     """Return the newest model of a run and its tokenizer, ready to predict.
 
     Args:
@@ -40,7 +41,7 @@ def load_model(path: Path | str, device: str | torch.device = "cpu") -> tuple[De
         raise CheckpointError(
             f"checkpoint {checkpoint}: does not fit the run's model; {problem}; was recipe.json edited?"
         ) from None
-    return model.eval(), Tokenizer.load(run_dir / TOKENIZER)
+    return model.eval(), load_tokenizer(run_dir)
 
 
 def recipe_of(run_dir: Path) -> Recipe:

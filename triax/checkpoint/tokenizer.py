@@ -2,13 +2,17 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from triax.data.kimi import RANK_FILE, KimiTokenizer
-from triax.data.tokenizer import BORDER, Tokenizer
+from triax.data.tokenizer import Tokenizer
 from triax.errors import CheckpointError
 
 TOKENIZER = "tokenizer.json"
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether `load_tokenizer` finds one here."""
+    return any((folder / name).is_file() for name in (RANK_FILE, TOKENIZER))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | KimiTokenizer:
@@ -36,27 +40,16 @@ def save_tokenizer(tokenizer: Tokenizer | KimiTokenizer, folder: Path) -> None:
     if isinstance(tokenizer, KimiTokenizer):
         tokenizer.save(folder)
         return
-    tree = tokenizer.tree()
-    tree["post_processor"] = _opening(tokenizer.border, tree.get("post_processor"))
-    (folder / TOKENIZER).write_text(json.dumps(tree, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BORDER,
-        "eos_token": BORDER,
+        "bos_token": tokenizer.border_name,
+        "eos_token": tokenizer.border_name,
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _opening(border: int, existing: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the last step of a `tokenizer.json`: the border, then the text, and each further text behind its own."""
-    single = [{"SpecialToken": {"id": BORDER, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    pair = [*single, {"SpecialToken": {"id": BORDER, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}]
-    special = {BORDER: {"id": BORDER, "ids": [border], "tokens": [BORDER]}}
-    template = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
-    if existing is None or existing["type"] == "TemplateProcessing":
-        return template
-    return {"type": "Sequence", "processors": [existing, template]}
+    draft = folder / f"{TOKENIZER}.tmp"
+    tokenizer.save(draft)
+    draft.replace(folder / TOKENIZER)
 
 
 def special_ids(tokenizer: Tokenizer | KimiTokenizer | None) -> dict[str, int] | None:
@@ -67,4 +60,4 @@ def special_ids(tokenizer: Tokenizer | KimiTokenizer | None) -> dict[str, int] |
         return {"bos_token_id": tokenizer.border, "eos_token_id": tokenizer.border}
     end = "<|end_of_msg|>" if "<|end_of_msg|>" in tokenizer.control else "<|im_end|>"
     control = tokenizer.control
-    return {"bos_token_id": control["[BOS]"], "eos_token_id": control[end], "pad_token_id": control["[PAD]"]}
+    return {"bos_token_id": tokenizer.start, "eos_token_id": control[end], "pad_token_id": control["[PAD]"]}

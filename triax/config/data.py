@@ -76,7 +76,11 @@ class Tokenizer(Settings):
     train_bytes: PositiveInt = 20_000_000
     """At most this much of the training text is used to learn merges."""
     path: Path | None = None
-    """A `tokenizer.json` to use instead of training one."""
+    """A tokenizer to use instead of training one: a `tokenizer.json`, a rank file of Kimi's (`tiktoken.model`), or the
+    folder of either."""
+    border: str = ""
+    """With `path`: the special token that begins every document, such as `<|endoftext|>`; empty: the one that the
+    tokenizer puts before a text, else `<|border|>`, or `[BOS]` of Kimi's."""
 
 
 class Data(Settings):

@@ -110,7 +110,7 @@ def parse_config(data: bytes, where: str) -> dict[str, Any]:
             raise ValueError("a number that no token has")
         if not all(isinstance(name, str) and name for name in names.values()):
             raise ValueError("a token without name")
-        ours.get("split_pattern", "").encode(), ours.get("ranks_sha256", "").encode()
+        ours.get("split_pattern", "").encode(), ours.get("ranks_sha256", "").encode(), ours.get("border", "").encode()
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
         raise DataError(f"{where}: names no control tokens; {problem!r}; copy the file again") from None
     return config

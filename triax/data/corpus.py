@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
 
 from triax.config import data as config
+from triax.data.kimi import RANK_FILE, KimiTokenizer
 from triax.data.mixture import Part
-from triax.data.pack import TokenStream, encode
+from triax.data.pack import Encoder, TokenStream, encode
 from triax.data.source import Document, read
 from triax.data.split import Split, draw, split
 from triax.data.tokenizer import Tokenizer
@@ -49,19 +51,19 @@ class Corpus:
             notes=(*notes, *_copies(sides)),
         )
 
-    def tokenizer(self, settings: config.Tokenizer) -> Tokenizer:
+    def tokenizer(self, settings: config.Tokenizer) -> Tokenizer | KimiTokenizer:
         """Learn a tokenizer from the training side, or load the one that the settings name.
 
         Raises:
             DataError: The text supports no such vocabulary, or the file cannot be used.
         """
         if settings.path is not None:
-            return Tokenizer.load(settings.path.expanduser())
+            return read_tokenizer(settings.path.expanduser(), settings.border)
         documents = (document for source in self.training for document in source)
         return Tokenizer.train(within(documents, settings.train_bytes), settings.vocab_size)
 
     def encode(
-        self, tokenizer: Tokenizer, progress: Callable[[int, int], None] | None = None
+        self, tokenizer: Encoder, progress: Callable[[int, int], None] | None = None
     ) -> tuple[tuple[Part, ...], TokenStream]:
         """Return the parts of the training mixture, and the held-out stream.
 
@@ -95,6 +97,22 @@ def _copies(sides: Split) -> list[str]:
 
 def _digest(document: Document) -> bytes:
     return blake2b(document.text.encode(), digest_size=16).digest()
+
+
+def read_tokenizer(path: Path, border: str = "") -> Tokenizer | KimiTokenizer:
+    """Read a tokenizer to train with: a `tokenizer.json`, one of Kimi's rank files, or the folder of either.
+
+    Args:
+        path: File or folder.
+        border: Token that begins every document; if empty, the tokenizer's own, `<|border|>`, or Kimi's `[BOS]`.
+
+    Raises:
+        DataError: It cannot be used, or has no such token.
+    """
+    if path.suffix == ".json" or (path.is_dir() and not (path / RANK_FILE).exists()):
+        return Tokenizer.load(path / "tokenizer.json" if path.is_dir() else path, border)
+    kimi = KimiTokenizer.load(path)
+    return kimi if kimi.opening and not border else kimi.with_border(border or "[BOS]")
 
 
 def within(documents: Iterable[Document], num_bytes: int) -> Iterator[str]:

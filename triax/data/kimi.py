@@ -3,7 +3,8 @@
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 
@@ -84,12 +85,13 @@ class KimiTokenizer:
         special = {entry["content"] for entry in added if entry.get("special", True)}
         self.special: frozenset[int] = frozenset(self.control[name] for name in special)
         """Control tokens that are dropped from text on request."""
-        border = self.control.get(BORDER)  # of a tokenizer trained by triax; released models read text as it is
+        named = tree["triax"].get("border", BORDER)  # of a run of triax; released models read text as it is
+        border = self.control.get(named)
         self.opening: tuple[int, ...] = () if border is None else (border,)
         """Tokens before a text that a model is to continue."""
         self.start: int = self.control["[BOS]"] if border is None else border
         """Token from which a model writes without a prompt."""
-        self.ends: frozenset[int] = frozenset(self.control[name] for name in ENDS if name in self.control)
+        self.ends: frozenset[int] = frozenset(self.control[name] for name in (*ENDS, named) if name in self.control)
         """Tokens after which nothing more of a text comes."""
         self.unsaid: frozenset[int] = frozenset(self.control[name] for name in SLOTS if name in self.control)
         """Tokens that a model must never write: they stand for pictures."""
@@ -202,7 +204,7 @@ class KimiTokenizer:
             "split_pattern": split_pattern(tree),
             "first_control": first,
             "num_control": NUM_CONTROL if family else 0,
-        }
+        } | ({"border": tokenizer.border_name} if tokenizer.border_name != BORDER else {})
         copy = cls(rank_file, config_file(names, ours))
         if copy.encode_ordinary(PROBE) != tokenizer.encode(PROBE):
             raise DataError(
@@ -211,10 +213,24 @@ class KimiTokenizer:
             )
         return copy
 
+    def with_border(self, name: str) -> "KimiTokenizer":
+        """Return the same tokenizer with a control token before each document, stated in its config as `triax.border`.
+
+        Raises:
+            DataError: There is no such control token.
+        """
+        if name not in self.control:
+            some = ", ".join(f"`{known}`" for known in self.control if "reserved" not in known)
+            raise DataError(f"data.tokenizer.border `{name}`: no control token of this tokenizer; choose one of {some}")
+        tree = json.loads(self._files[CONFIG_FILE])
+        tree.setdefault("triax", {})["border"] = name
+        config = json.dumps(tree, indent=2, ensure_ascii=False).encode()
+        return KimiTokenizer(self._files[RANK_FILE], config)
+
     def save(self, folder: Path) -> None:
-        """Write both files, byte for byte as they were read."""
+        """Write both files, byte for byte as they were read; the rank file, by which a folder is known, last."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in self._files.items():
+        for name, content in reversed(self._files.items()):
             draft = folder / f".{name}.draft"
             draft.write_bytes(content)
             os.replace(draft, folder / name)
@@ -232,9 +248,14 @@ class KimiTokenizer:
             DataError: The text holds half a surrogate pair, which no bytes stand for.
         """
         tokens: list[int] = []
-        for part in self._parts(text):
+        for part in self.pieces(text):
             tokens += self._encoding.encode_ordinary(part)
         return tokens
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text, on all cores; text that spells a control token is text."""
+        with ThreadPoolExecutor() as pool:  # tiktoken lets other threads run meanwhile
+            return list(pool.map(self.encode_ordinary, texts))
 
     def encode(self, text: str, *, allow_control: bool = False) -> list[int]:
         """Return the tokens of a text.
@@ -249,7 +270,7 @@ class KimiTokenizer:
         if not allow_control:
             return self.encode_ordinary(text)
         tokens: list[int] = []
-        for part in self._parts(text):
+        for part in self.pieces(text):
             tokens += self._encoding.encode(part, allowed_special="all", disallowed_special=())
         return tokens
 
@@ -286,7 +307,7 @@ class KimiTokenizer:
         """Return a decoder for tokens that arrive one by one; its pieces joined equal `decode` of all of them."""
         return StreamDecoder(self, self.special if skip_special else ())
 
-    def _parts(self, text: str) -> Iterator[str]:
+    def pieces(self, text: str) -> Iterator[str]:
         """Yield what is encoded by itself: pieces of 400,000 characters, cut within runs of more than 25,000."""
         try:
             text.isascii() or text.encode()  # the fast one first

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from itertools import accumulate
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,10 +16,25 @@ from jaxtyping import Int, Int64, UInt
 from torch import Tensor
 
 from triax.data.source import Document
-from triax.data.tokenizer import Tokenizer
 from triax.errors import DataError
 
 ENCODED_AT_ONCE = 1_000_000  # characters; bounds the memory of an encoding call
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """What turns documents into tokens; its attributes are described where `Tokenizer` sets them."""
+
+    vocab_size: int
+    opening: tuple[int, ...]
+
+    def pieces(self, text: str) -> Iterator[str]:
+        """Cut a text into pieces to encode one by one."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -85,34 +101,54 @@ class TokenStream:
 
 
 def encode(
-    documents: Sequence[Document], tokenizer: Tokenizer, progress: Callable[[int, int], None] | None = None
+    documents: Sequence[Document], tokenizer: Encoder, progress: Callable[[int, int], None] | None = None
 ) -> TokenStream:
     """Turn documents into one stream, in their order, on all cores.
 
     Args:
         documents: What to encode.
-        tokenizer: Its border precedes each document.
+        tokenizer: What it opens a text with, the border, precedes each document.
         progress: Called with the characters done and the characters in all.
+
+    Raises:
+        DataError: The tokenizer has no border.
     """
+    if len(tokenizer.opening) != 1:
+        raise DataError("tokenizer: no token begins a document; set data.tokenizer.border")
+    (border,) = tokenizer.opening
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-    total, done, first = sum(len(document.text) for document in documents), 0, 0
+    total, done = sum(len(document.text) for document in documents), 0
     pieces: list[np.ndarray] = []
-    while first < len(documents):
-        last, size = first, 0
-        while last < len(documents) and (last == first or size + len(documents[last].text) <= ENCODED_AT_ONCE):
-            size += len(documents[last].text)
-            last += 1
-        encoded = tokenizer.encode_batch([document.text for document in documents[first:last]])
-        pieces += [np.array([tokenizer.border, *tokens], dtype) for tokens in encoded]
-        first, done = last, done + size
+    lengths = np.ones(len(documents), np.int64)  # the border
+    for batch in _batches(documents, tokenizer):
+        encoded = tokenizer.encode_batch([text for _, text, _ in batch])
+        for (number, text, is_first), tokens in zip(batch, encoded, strict=True):
+            pieces.append(np.array([border, *tokens] if is_first else tokens, dtype))
+            lengths[number] += len(tokens)
+            done += len(text)
         if progress:
             progress(done, total)
     return TokenStream(
         tokens=np.concatenate([np.zeros(0, dtype), *pieces]),
-        starts=_starts([len(piece) for piece in pieces]),
+        starts=_starts(lengths.tolist()),
         document_bytes=np.array([len(document.text.encode()) for document in documents], np.int64),
-        border=tokenizer.border,
+        border=border,
     )
+
+
+def _batches(documents: Sequence[Document], tokenizer: Encoder) -> Iterator[list[tuple[int, str, bool]]]:
+    """Yield pieces, each with its document's number and whether it begins it; a bounded amount of text at once."""
+    batch, size = [], 0
+    for number, document in enumerate(documents):
+        is_first = True
+        for piece in tokenizer.pieces(document.text) if document.text else [""]:
+            if batch and size + len(piece) > ENCODED_AT_ONCE:
+                yield batch
+                batch, size = [], 0
+            batch.append((number, piece, is_first))
+            size, is_first = size + len(piece), False
+    if batch:
+        yield batch
 
 
 class Rows:

@@ -3,19 +3,20 @@
 import codecs
 import json
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from triax.errors import DataError
 
 BORDER = "<|border|>"
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+LONGEST_PIECE = 100_000  # characters encoded by themselves: the library takes some 200 bytes of memory for each
 MIN_COUNT = 2  # a pair seen once is no pattern
 
 # Text is cut into pieces that no token crosses. Code is mostly short lines, so a line's end is one piece together with
@@ -38,8 +39,14 @@ PROBE = "A  b\tC\r\n\r\n é e\u0301 \ufb01 \u00a0\u2028漢字 🙂\u200d🙂 \x0
 class Tokenizer:
     """A vocabulary of byte sequences; save and load keep every id."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, where: str = "tokenizer") -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, where: str = "tokenizer", border: str = "") -> None:
         """Take over a trained tokenizer of the `tokenizers` library.
+
+        Args:
+            inner: The tokenizer.
+            where: What errors call it.
+            border: Token that begins every document; if empty, the one that the tokenizer itself puts before a text,
+                else `<|border|>`.
 
         Raises:
             DataError: It has no border, or does not give every text back byte for byte.
@@ -48,25 +55,36 @@ class Tokenizer:
         inner.encode_special_tokens = True  # text that spells a special token is text
         inner.no_padding()
         inner.no_truncation()
-        border = inner.token_to_id(BORDER)
-        if border is None:
-            raise DataError(f"{where}: no token `{BORDER}`; found none of this name; train the tokenizer with triax")
-        self.border: int = border
+        self.border_name: str = border or _put_before_text(inner) or BORDER
+        """How the border is written; text that spells it stays text."""
+        special = {token.content: number for number, token in inner.get_added_tokens_decoder().items() if token.special}
+        if self.border_name not in special:
+            found = ", ".join(f"`{name}`" for name in special)
+            remedy = f"set data.tokenizer.border to one of {found}" if found else "add one, or train one with triax"
+            raise DataError(f"{where}: no special token `{self.border_name}` to begin each document with; {remedy}")
+        border_id = special[self.border_name]
+        inner.post_processor = processors.TemplateProcessing(
+            single=f"{self.border_name} $A",
+            pair=f"{self.border_name} $A {self.border_name}:1 $B:1",
+            special_tokens=[(self.border_name, border_id)]
+        )  # so that other programs, too, begin a text as it was learned
+        self.border: int = border_id
         """Token that begins every document."""
-        self.opening: tuple[int, ...] = (border,)
+        self.opening: tuple[int, ...] = (border_id,)
         """Tokens before a text that a model is to continue."""
-        self.start: int = border
+        self.start: int = border_id
         """Token from which a model writes without a prompt."""
-        self.ends: frozenset[int] = frozenset({border})
+        self.ends: frozenset[int] = frozenset({border_id})
         """Tokens after which nothing more of a text comes."""
         self.unsaid: frozenset[int] = frozenset()
         """Tokens that a model must never write."""
         self.vocab_size: int = max(inner.get_vocab().values()) + 1
         """One past the largest token."""
-        self._bytes = _bytes_of_tokens(inner, self.vocab_size)
-        ids = self.encode(PROBE)
+        self._bytes = _bytes_of_tokens(inner, self.vocab_size, self.border_name)
+        probe = PROBE + self.border_name
+        ids = self.encode(probe)
         altering = [token for token in inner.get_added_tokens_decoder().values() if not token.special]
-        if altering or border in ids or self.decode_bytes(ids) != PROBE.encode():
+        if altering or border_id in ids or self.decode_bytes(ids) != probe.encode():
             raise DataError(
                 f"{where}: text does not come back byte for byte; found another kind of tokenizer than byte-level BPE; "
                 "train one with triax or remove its normaliser, prefix space and added tokens that are not special"
@@ -98,7 +116,7 @@ class Tokenizer:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        inner.train_from_iterator(texts, trainer)
+        inner.train_from_iterator((piece for text in texts for piece in _pieces(text)), trainer)
         learned = inner.get_vocab_size()
         if learned < vocab_size:
             raise DataError(
@@ -109,8 +127,12 @@ class Tokenizer:
         return cls(inner)
 
     @classmethod
-    def load(cls, path: Path) -> "Tokenizer":
+    def load(cls, path: Path, border: str = "") -> "Tokenizer":
         """Read a `tokenizer.json`.
+
+        Args:
+            path: The file.
+            border: Token that begins every document, as the constructor takes it.
 
         Raises:
             DataError: There is none, it is damaged, or it is not a byte-level BPE with a border.
@@ -123,7 +145,7 @@ class Tokenizer:
             inner = tokenizers.Tokenizer.from_str(text)
         except Exception as problem:  # the library raises plain Exception
             raise DataError(f"{path}: not a tokenizer.json; {problem}; replace it or train a new one") from None
-        return cls(inner, where=str(path))
+        return cls(inner, str(path), border)
 
     def save(self, path: Path) -> None:
         """Write a `tokenizer.json`, readable by the `tokenizers` library."""
@@ -147,6 +169,15 @@ class Tokenizer:
             DataError: The text holds half a surrogate pair, which no bytes stand for.
         """
         return self.encode_batch([text])[0]
+
+    def pieces(self, text: str) -> Iterator[str]:
+        """Cut a long text into pieces to encode one by one, so that memory stays bounded.
+
+        Cuts are made before a line that is not indented. No token of a tokenizer trained by triax crosses such a place,
+        so the tokens of the pieces are those of the whole. Only where 100,000 characters have no such line, or with
+        another tokenizer whose tokens cross it, does a cut decide tokens.
+        """
+        return _pieces(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text, on all cores (`RAYON_NUM_THREADS` limits them).
@@ -249,7 +280,26 @@ def byte_of_letter() -> dict[str, int]:
     return {chr(byte): byte for byte in shown} | {chr(0x100 + n): byte for n, byte in enumerate(hidden)}
 
 
-def _bytes_of_tokens(inner: tokenizers.Tokenizer, vocab_size: int) -> list[bytes]:
+def _put_before_text(inner: tokenizers.Tokenizer) -> str:
+    """Return the one special token that a tokenizer puts before every text; empty if it puts none or several."""
+    encoding = inner.encode("a")
+    return encoding.tokens[0] if encoding.special_tokens_mask == [1, *[0] * (len(encoding.tokens) - 1)] else ""
+
+
+def _pieces(text: str) -> Iterator[str]:
+    begin = 0
+    while len(text) - begin > LONGEST_PIECE:
+        cut = text.rfind("\n", begin, begin + LONGEST_PIECE)
+        while cut >= 0 and text[cut + 1].isspace():  # the end of a line and the next indentation are one token
+            cut = text.rfind("\n", begin, cut)
+        if cut < 0:
+            cut = max(text.rfind(" ", begin + 1, begin + LONGEST_PIECE), begin + LONGEST_PIECE // 2) - 1
+        yield text[begin : cut + 1]
+        begin = cut + 1
+    yield text[begin:]
+
+
+def _bytes_of_tokens(inner: tokenizers.Tokenizer, vocab_size: int, border: str) -> list[bytes]:
     """Return what each token stands for; added tokens are literal text, the border and unused numbers are nothing."""
     byte_of = byte_of_letter()
     table = [b""] * vocab_size
@@ -257,5 +307,5 @@ def _bytes_of_tokens(inner: tokenizers.Tokenizer, vocab_size: int) -> list[bytes
         if all(letter in byte_of for letter in word):
             table[token] = bytes(byte_of[letter] for letter in word)
     for token, added in inner.get_added_tokens_decoder().items():
-        table[token] = b"" if added.content == BORDER else added.content.encode()
+        table[token] = b"" if added.content == border else added.content.encode()
     return table

@@ -5,10 +5,9 @@ from pathlib import Path
 
 from triax.checkpoint import sharded
 from triax.checkpoint.run import CHECKPOINTS
-from triax.checkpoint.tokenizer import TOKENIZER
+from triax.checkpoint.tokenizer import has_tokenizer, load_tokenizer
 from triax.config.train import Recipe
-from triax.data.corpus import Corpus
-from triax.data.tokenizer import Tokenizer
+from triax.data.corpus import Corpus, read_tokenizer
 from triax.errors import ConfigError, DataError
 from triax.model.device import device_of
 from triax.train import run_folder, text_record
@@ -99,7 +98,8 @@ def _check_rows(corpus: Corpus, recipe: Recipe) -> None:
 
 def _check_tokenizer(recipe: Recipe, before: Path | None) -> None:
     """Load the tokenizer that the run would take over, if it learns none."""
-    paths = [before / TOKENIZER] if before is not None else []
-    paths = [path for path in paths if path.exists()] or [recipe.data.tokenizer.path]
-    if paths[0] is not None:
-        refuse_too_large(Tokenizer.load(paths[0].expanduser()), recipe)
+    settings = recipe.data.tokenizer
+    if before is not None and has_tokenizer(before):
+        refuse_too_large(load_tokenizer(before), recipe)
+    elif settings.path is not None:
+        refuse_too_large(read_tokenizer(settings.path.expanduser(), settings.border), recipe)

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from triax.checkpoint.run import TOKENIZER
+from triax.checkpoint.tokenizer import has_tokenizer, load_tokenizer, save_tokenizer
 from triax.config.train import Recipe
 from triax.data.corpus import Corpus
+from triax.data.kimi import KimiTokenizer
 from triax.data.mixture import PackedLoader, Part
 from triax.data.pack import TokenStream
 from triax.data.tokenizer import Tokenizer
@@ -28,7 +29,7 @@ class Parts:
     """What a run is made of."""
 
     corpus: Corpus
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | KimiTokenizer
     loader: PackedLoader
     held_out: TokenStream
     bytes_per_token: float
@@ -55,7 +56,7 @@ def build(recipe: Recipe, run_dir: Path, say: Callable[[str], None]) -> Parts:
     corpus = Corpus.read(recipe.data)
     for note in corpus.notes:
         say(f"text: {note}")
-    tokenizer = _tokenizer(corpus, recipe, run_dir / TOKENIZER, say)
+    tokenizer = _tokenizer(corpus, recipe, run_dir, say)
     parts, held_out = corpus.encode(tokenizer, reporter(say))
     loader = PackedLoader(parts, recipe.data.seq_len, recipe.train.micro_tokens, recipe.train.seed)
     num_bytes = sum(part.stream.num_bytes for part in parts)
@@ -116,21 +117,19 @@ def reporter(
     return report
 
 
-def _tokenizer(corpus: Corpus, recipe: Recipe, path: Path, say: Callable[[str], None]) -> Tokenizer:
-    if path.exists():
-        tokenizer = Tokenizer.load(path)
+def _tokenizer(corpus: Corpus, recipe: Recipe, run_dir: Path, say: Callable[[str], None]) -> Tokenizer | KimiTokenizer:
+    if has_tokenizer(run_dir):
+        tokenizer = load_tokenizer(run_dir)
     else:
         if recipe.data.tokenizer.path is None:
             say(f"tokenizer: learning {recipe.data.tokenizer.vocab_size} tokens from the text")
         tokenizer = corpus.tokenizer(recipe.data.tokenizer)
-        draft = path.with_name(f"{path.name}.tmp")
-        tokenizer.save(draft)
-        draft.rename(path)
+        save_tokenizer(tokenizer, run_dir)
     refuse_too_large(tokenizer, recipe)
     return tokenizer
 
 
-def refuse_too_large(tokenizer: Tokenizer, recipe: Recipe) -> None:
+def refuse_too_large(tokenizer: Tokenizer | KimiTokenizer, recipe: Recipe) -> None:
     """Refuse a tokenizer whose tokens the model has no places for.
 
     Raises:

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from triax.checkpoint.preprocessor import FILE, read_preprocessor
-from triax.checkpoint.tokenizer import TOKENIZER, load_tokenizer
+from triax.checkpoint.tokenizer import has_tokenizer, load_tokenizer
 from triax.config.serve import Serve
 from triax.config.vision import Images
 from triax.data.chat.family import Format, chat_format
-from triax.data.kimi import RANK_FILE, KimiTokenizer
+from triax.data.kimi import KimiTokenizer
 from triax.data.tokenizer import Tokenizer
 from triax.errors import ConfigError, DataError
 from triax.serve.wire import Facts
@@ -70,9 +70,9 @@ def open_tokenizer(folder: Path) -> Tokenizer | KimiTokenizer:
         CheckpointError: There is none.
         DataError: Its files cannot be used.
     """
-    of_run = folder.resolve().parents[1] / TOKENIZER if len(folder.resolve().parents) > 1 else folder
-    if not any((folder / name).is_file() for name in (RANK_FILE, TOKENIZER)) and of_run.is_file():
-        return Tokenizer.load(of_run)  # one checkpoint of a run
+    run_dir = folder.resolve().parents[1] if len(folder.resolve().parents) > 1 else folder
+    if not has_tokenizer(folder) and has_tokenizer(run_dir):
+        return load_tokenizer(run_dir)  # of one checkpoint of a run
     return load_tokenizer(folder)
 
 
