@@ -5,9 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from triax.checkpoint.run import load_model
+from triax.config import data as config
 from triax.config.load import load_recipe
+from triax.data.kimi import KimiTokenizer
 from triax.data.mixture import Part
 from triax.data.pack import TokenStream
+from triax.serve.http.model import open_tokenizer
 from triax.train.loop import train
 from triax.train.parts import build, repetitions, reporter
 
@@ -69,3 +73,16 @@ def test_f65_notes_of_the_text_are_said_before_it_is_read(recipe, tmp_path):
     assert "text: data.sources.0 (jsonl): 1 of 201 documents are empty or null and are left out" in said
     assert any(line.startswith("text: held-out text: ") for line in said)
     assert any(line.startswith("text: data.sources.0 (jsonl) is read ") for line in said)
+
+
+def test_f58_a_run_with_a_vocabulary_of_kimi_is_opened_with_it(recipe, tmp_path):
+    kimi = KimiTokenizer.train(["part 0 line 0 is here"] * 3, 260)
+    kimi.save(tmp_path / "kimi")
+    data = recipe.data.model_copy(update={"tokenizer": config.Tokenizer(path=tmp_path / "kimi")})
+    model = recipe.model.model_copy(update={"vocab_size": kimi.vocab_size, "vision": None})
+    train(recipe.model_copy(update={"data": data, "model": model}), tmp_path / "run")
+    _, tokenizer = load_model(tmp_path / "run")
+    assert tokenizer.opening == (kimi.control["[BOS]"],)
+    assert tokenizer.identity == kimi.identity
+    (checkpoint, *_) = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert open_tokenizer(checkpoint).opening == tokenizer.opening

@@ -96,7 +96,7 @@ class Recipe(Settings):
                 f"train.batch_tokens `{run.batch_tokens}` is not a multiple of "
                 f"train.micro_tokens `{run.micro_tokens}`; choose {fitting}"
             )
-        if self.data.tokenizer.vocab_size > self.model.vocab_size:
+        if self.data.tokenizer.path is None and self.data.tokenizer.vocab_size > self.model.vocab_size:
             raise ValueError(
                 f"data.tokenizer.vocab_size `{self.data.tokenizer.vocab_size}` is more than "
                 f"model.vocab_size `{self.model.vocab_size}`; raise the latter"
