@@ -3,8 +3,11 @@
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from triax import machine
 
 FAULTS = """
 import resource, sys
@@ -31,3 +34,10 @@ def test_the_memory_of_freed_tensors_is_not_faulted_in_again():
         return int(done.stdout)
 
     assert faults("keep") < faults("leave") / 4
+
+
+def test_f52_the_command_that_installs_an_extra_names_the_checkout_or_else_the_package(monkeypatch, tmp_path):
+    root = Path(__file__).parents[1]
+    assert machine.install_command("data") == f"pip install -e '{root}[data]'"
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "site-packages" / "triax" / "machine.py"))
+    assert machine.install_command("data") == "pip install 'triax[data]'"

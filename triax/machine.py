@@ -25,6 +25,14 @@ EXTRAS = {
 """Packages that each extra of the installation brings."""
 
 
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra: into the checkout that runs, or beside the installed package."""
+    checkout = Path(__file__).resolve().parents[1]
+    if (checkout / "pyproject.toml").is_file():
+        return f"pip install -e '{checkout}[{extra}]'"
+    return f"pip install 'triax[{extra}]'"
+
+
 def cores() -> int:
     """Return how many cores this process may use: its affinity and its container's quota, not the whole machine."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

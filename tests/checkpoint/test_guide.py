@@ -41,7 +41,7 @@ def test_every_command_of_the_guide_runs(miniature, t0, tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     for name, family in (("Kimi-K3", "kimi_k3"), ("Kimi-K2", "kimi_k2"), ("Kimi-Linear", "kimi_linear")):
         miniature.write(family, tmp_path / name)
-    write_run(tmp_path / "runs" / "tiny", t0)
+    write_run(tmp_path / "runs" / "demo", t0)
     listed = list(commands())
     assert len(listed) >= 12
     for words in listed:
@@ -49,8 +49,8 @@ def test_every_command_of_the_guide_runs(miniature, t0, tmp_path, monkeypatch, c
             main(words)
         assert not end.value.code, words
     written = {path.name for path in tmp_path.iterdir()}
-    assert {"k3-bf16", "k3-mxfp4", "k2-bf16", "k3-start", "linear-own", "tiny-released"} <= written
+    assert {"k3-bf16", "k3-mxfp4", "k2-bf16", "k3-start", "linear-own", "demo-released"} <= written
     assert not [name for name in written if name.endswith((".export", ".tmp"))]
-    released = {path.name for path in (tmp_path / "tiny-released").iterdir()}
+    released = {path.name for path in (tmp_path / "demo-released").iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} < released
     assert "whole: kimi_k3" in capsys.readouterr().out

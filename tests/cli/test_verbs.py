@@ -10,6 +10,7 @@ import pytest
 
 from triax import machine
 from triax.cli.app import main
+from triax.machine import install_command
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_no_summary_of_a_verb_is_cut_off_in_a_wide_terminal(triax, monkeypatch):
         (
             "httpx",
             "list",
-            "needs the extra `sandbox`; found no `httpx`; install it with `pip install 'triax[sandbox]'`",
+            f"needs the extra `sandbox`; found no `httpx`; install it with `{install_command('sandbox')}`",
         ),
         ("mcp", "mcp", "needs the package `mcp`; it is not installed; install it with `pip install mcp`"),
     ],

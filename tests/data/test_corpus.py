@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from triax.config import data as config
-from triax.data.corpus import Corpus, load_tokenizer, within
+from triax.data.corpus import Corpus, read_tokenizer, within
 from triax.data.kimi import KimiTokenizer
 from triax.data.mixture import PackedLoader
 from triax.data.pack import encode, held_out_batches
@@ -90,7 +90,7 @@ def test_f58_a_border_that_kimi_does_not_have_is_named(settings, kimi, tmp_path)
 
 
 def test_f58_the_released_vocabulary_can_be_trained_with(kimi_data):
-    tokenizer = load_tokenizer(kimi_data / "kimi.tiktoken")
+    tokenizer = read_tokenizer(kimi_data / "kimi.tiktoken")
     assert (tokenizer.vocab_size, tokenizer.opening) == (163_840, (163_584,))
     stream = encode([Document("a", "漢字 text"), Document("b", "")], tokenizer)
     assert stream.tokens.tolist() == [163_584, *tokenizer.encode("漢字 text"), 163_584]

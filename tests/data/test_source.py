@@ -176,7 +176,7 @@ def test_a_missing_optional_library_says_how_to_get_it(monkeypatch, library, sou
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, library, None)  # what Python itself takes for "not there"
     importlib.invalidate_caches()
-    with pytest.raises(DataError, match=r"pip install 'triax\[data\]'"):
+    with pytest.raises(DataError, match=r"pip install -e '.*\[data\]'"):
         read(source)
 
 
@@ -237,3 +237,10 @@ def test_f65_what_is_passed_over_is_told(tmp_path):
 def test_f65_text_without_oddities_has_no_notes(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(ROWS)
     assert read(config.Jsonl(path=tmp_path)).notes == ()
+
+
+def test_f68_the_name_of_a_builder_without_files_is_no_traceback(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with pytest.raises(DataError, match=r"json: no data set can be read here; .* correct name, subset or split"):
+        read(config.HuggingFace(name="json"))

@@ -202,5 +202,5 @@ def whole(av):
 
 def test_without_pyav_the_message_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(DataError, match=r"pip install 'triax\[video\]'"):
+    with pytest.raises(DataError, match=r"pip install -e '.*\[video\]'"):
         read_video(b"")

@@ -66,5 +66,5 @@ def test_lists_are_spread_for_sinks_that_take_scalars():
 
 
 def test_an_absent_extra_says_how_to_get_it():
-    with pytest.raises(ConfigError, match=r"train\.wandb: needs the package `no_such`.*triax\[no_such\]"):
+    with pytest.raises(ConfigError, match=r"train\.wandb: needs the package `no_such`.*pip install .*\[no_such\]"):
         metrics._extra("no_such_module", "no_such", "train.wandb")

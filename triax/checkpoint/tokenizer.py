@@ -3,11 +3,21 @@
 import json
 from pathlib import Path
 
+from triax.data.control import CONFIG_FILE
 from triax.data.kimi import RANK_FILE, KimiTokenizer
 from triax.data.tokenizer import Tokenizer
 from triax.errors import CheckpointError
 
 TOKENIZER = "tokenizer.json"
+TOKENIZER_FILES = (
+    TOKENIZER,
+    f"{TOKENIZER}.tmp",
+    CONFIG_FILE,
+    f".{CONFIG_FILE}.draft",
+    RANK_FILE,
+    f".{RANK_FILE}.draft",
+)
+"""Whatever `save_tokenizer` writes or, if it is killed, leaves."""
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -46,7 +56,7 @@ def save_tokenizer(tokenizer: Tokenizer | KimiTokenizer, folder: Path) -> None:
         "eos_token": tokenizer.border_name,
         "clean_up_tokenization_spaces": False,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     draft = folder / f"{TOKENIZER}.tmp"
     tokenizer.save(draft)
     draft.replace(folder / TOKENIZER)

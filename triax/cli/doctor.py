@@ -58,6 +58,8 @@ def _warnings(facts: dict[str, Any]) -> list[str]:
 
 
 def _meaning(facts: dict[str, Any]) -> list[str]:
+    from triax.machine import install_command
+
     if facts["devices"]:
         memory = max(device["memory_bytes"] for device in facts["devices"])
         lines = [f"`triax train` runs on the GPU (train.device=auto); {memory / 1e9:.0f} GB hold about "]
@@ -72,7 +74,7 @@ def _meaning(facts: dict[str, Any]) -> list[str]:
     useless = ("dev", "docs") if facts["devices"] else ("dev", "docs", "gpu")
     missing = [name for name, there in facts["extras"].items() if not there and name not in useless]
     if missing:
-        lines.append(f"not installed: {', '.join(missing)}; each comes with `pip install 'triax[NAME]'` if you want it")
+        lines.append(f"not installed: {', '.join(missing)}; each comes with `{install_command('NAME')}` if you want it")
     return lines
 
 

@@ -4,6 +4,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from triax.errors import UnsupportedError
+from triax.machine import install_command
 
 
 @contextmanager
@@ -46,6 +47,4 @@ def _package(problem: ModuleNotFoundError) -> str:
 
 
 def _told(what: str, extra: str, problem: ModuleNotFoundError) -> str:
-    return (
-        f"{what}: needs the extra `{extra}`; found no `{problem.name}`; install it with `pip install 'triax[{extra}]'`"
-    )
+    return f"{what}: needs the extra `{extra}`; found no `{problem.name}`; install it with `{install_command(extra)}`"

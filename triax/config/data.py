@@ -56,7 +56,7 @@ class HuggingFace(Weighted):
 
     kind: Literal["huggingface"] = "huggingface"
     name: str
-    """Name or local path, as `datasets.load_dataset` or `load_from_disk` takes it."""
+    """Name of a data set on the hub, or a folder that `save_to_disk` wrote. Files have kinds of their own."""
     subset: str = ""
     """Configuration name; empty for the default."""
     split: str = "train"

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from triax.config import data as config
 from triax.errors import DataError
+from triax.machine import install_command
 
 EXCLUDED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -275,7 +276,7 @@ def _extra(module: str) -> Any:
         return import_module(module)
     except ImportError as problem:
         raise DataError(
-            f"data.sources: this kind needs `{module}`; found {problem}; install it with `pip install 'triax[data]'`"
+            f"data.sources: this kind needs `{module}`; found {problem}; install it with `{install_command('data')}`"
         ) from None
 
 
@@ -304,7 +305,7 @@ def _read_data_set(source: config.HuggingFace) -> Iterator[tuple[str, str]]:
             found = datasets.load_from_disk(str(Path(source.name).expanduser()))
         else:
             found = datasets.load_dataset(source.name, source.subset or None, split=source.split)
-    except (OSError, ValueError, RuntimeError) as problem:
+    except Exception as problem:  # the library raises whatever the code of a data set raises
         raise DataError(
             f"{source.name}: no data set can be read here; {problem}; correct name, subset or split of the source"
         ) from None

@@ -66,7 +66,7 @@ class Tokenizer:
         inner.post_processor = processors.TemplateProcessing(
             single=f"{self.border_name} $A",
             pair=f"{self.border_name} $A {self.border_name}:1 $B:1",
-            special_tokens=[(self.border_name, border_id)]
+            special_tokens=[(self.border_name, border_id)],
         )  # so that other programs, too, begin a text as it was learned
         self.border: int = border_id
         """Token that begins every document."""

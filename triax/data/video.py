@@ -17,6 +17,7 @@ from torch import Tensor
 from triax.config.vision import Images, Videos
 from triax.data.image import Fit, fit, to_patches
 from triax.errors import DataError
+from triax.machine import install_command
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ def _stream(source: bytes | str | Path, name: str) -> Generator[tuple[Any, Any]]
         av = import_module("av")
     except ImportError as problem:
         raise DataError(
-            f"{name}: reading a video needs PyAV; found {problem}; install it with `pip install 'triax[video]'`"
+            f"{name}: reading a video needs PyAV; found {problem}; install it with `{install_command('video')}`"
         ) from None
     try:
         with av.open(BytesIO(source) if isinstance(source, bytes) else str(source)) as container:

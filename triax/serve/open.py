@@ -59,7 +59,7 @@ def _read(folder: Path, place: torch.device, dtype: torch.dtype | None) -> tuple
         tokenizer = load_tokenizer(folder)
         return load_released(folder, dtype=dtype, device=place).eval(), tokenizer
     found = "a folder of something else" if folder.is_dir() else "a file" if folder.exists() else "nothing"
-    raise CheckpointError(f"{folder}: holds no model; found {found}; name a run folder, such as runs/tiny")
+    raise CheckpointError(f"{folder}: holds no model; found {found}; name a run folder, such as runs/demo")
 
 
 def dtype_of(settings: Serve, device: torch.device) -> torch.dtype:

@@ -1,6 +1,5 @@
 """Where a new run takes its weights from: another run, one of its checkpoints, or a folder of released weights."""
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,10 @@ from triax.checkpoint import sharded
 from triax.checkpoint.account import OWN
 from triax.checkpoint.published import read_config
 from triax.checkpoint.run import CHECKPOINTS
-from triax.checkpoint.tokenizer import TOKENIZER
+from triax.checkpoint.tokenizer import TOKENIZER, has_tokenizer, save_tokenizer
 from triax.config.train import Recipe
+from triax.data.corpus import read_tokenizer
+from triax.data.kimi import KimiTokenizer
 from triax.data.tokenizer import Tokenizer
 from triax.errors import CheckpointError, ConfigError
 from triax.train import run_folder
@@ -93,24 +94,26 @@ def is_released(path: Path) -> bool:
     return not (path / CHECKPOINTS).is_dir() and any((path / name).is_file() for name in (CONFIG, OWN))
 
 
-def _tokenizer_of(branch: Branch) -> Path:
-    return (branch.place if branch.is_released else branch.run_dir) / TOKENIZER
+def _tokenizer_of(branch: Branch, recipe: Recipe) -> Tokenizer | KimiTokenizer | None:
+    folder = branch.place if branch.is_released else branch.run_dir
+    border = recipe.data.tokenizer.border if branch.is_released else ""
+    return read_tokenizer(folder, border) if has_tokenizer(folder) else None
 
 
 def _check_tokenizer(branch: Branch, recipe: Recipe) -> None:
     """Refuse a tokenizer that gives tokens another meaning than the weights learned."""
-    own, asked = _tokenizer_of(branch), recipe.data.tokenizer.path
-    if asked is None or not own.is_file():
+    own, asked = _tokenizer_of(branch, recipe), recipe.data.tokenizer.path
+    if asked is None or own is None:
         return
-    if not _same(Tokenizer.load(own), Tokenizer.load(asked.expanduser())):
+    if not _same(own, read_tokenizer(asked.expanduser(), recipe.data.tokenizer.border)):
         raise ConfigError(
             f"data.tokenizer.path: `{asked}` is another tokenizer than that of {branch.place}, whose weights would "
             "mean nothing with it; leave data.tokenizer.path out: the branch takes over the other run's"
         )
 
 
-def _same(one: Tokenizer, other: Tokenizer) -> bool:
-    if (one.vocab_size, one.border) != (other.vocab_size, other.border):
+def _same(one: Tokenizer | KimiTokenizer, other: Tokenizer | KimiTokenizer) -> bool:
+    if (one.vocab_size, one.opening) != (other.vocab_size, other.opening):
         return False
     return all(one.token_bytes(token) == other.token_bytes(token) for token in range(one.vocab_size))
 
@@ -121,13 +124,11 @@ def take_tokenizer(branch: Branch, recipe: Recipe, run_dir: Path) -> None:
     Raises:
         ConfigError: None lies beside the weights, and the recipe names none.
     """
-    own, here = _tokenizer_of(branch), run_dir / TOKENIZER
-    if here.exists():
+    if has_tokenizer(run_dir):
         return
-    if own.is_file():
-        draft = here.with_name(f"{TOKENIZER}.tmp")
-        shutil.copyfile(own, draft)
-        draft.rename(here)
+    own = _tokenizer_of(branch, recipe)
+    if own is not None:
+        save_tokenizer(own, run_dir)
     elif recipe.data.tokenizer.path is None and (branch.is_released or branch.changed):
         raise ConfigError(
             f"{branch.place}: no `{TOKENIZER}` lies where its weights are, and one learned from other text would give "

@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from triax.config.train import Run
 from triax.errors import ConfigError, TrainError
+from triax.machine import install_command
 
 Value = float | int | list[float]
 Metrics = Mapping[str, Value]
@@ -171,5 +172,5 @@ def _extra(module: str, name: str, setting: str) -> Any:
         return import_module(module)
     except ImportError as problem:
         raise ConfigError(
-            f"{setting}: needs the package `{name}`; {problem}; install it with `pip install 'triax[{name}]'`"
+            f"{setting}: needs the package `{name}`; {problem}; install it with `{install_command(name)}`"
         ) from None

@@ -23,7 +23,7 @@ import torch
 
 from triax.checkpoint import sharded
 from triax.checkpoint.run import CHECKPOINTS, RECIPE
-from triax.checkpoint.tokenizer import TOKENIZER
+from triax.checkpoint.tokenizer import TOKENIZER_FILES
 from triax.config.train import Recipe
 from triax.errors import CheckpointError, ConfigError, TrainError
 
@@ -33,7 +33,7 @@ SAMPLES, TEXT = "samples.jsonl", "text.json"
 BEFORE_THE_TEXT = frozenset({RECIPE, f"{RECIPE}.tmp", ENVIRONMENT, f"{ENVIRONMENT}.tmp", LOG})
 """What a run writes before it reads its text."""
 
-OF_AN_ATTEMPT = (TOKENIZER, f"{TOKENIZER}.tmp", TEXT, f"{TEXT}.tmp", METRICS, SAMPLES, "tensorboard")
+OF_AN_ATTEMPT = (*TOKENIZER_FILES, TEXT, f"{TEXT}.tmp", METRICS, SAMPLES, "tensorboard")
 """What an attempt that saved no checkpoint leaves, and the next one must not read or go on writing."""
 
 FREE_TO_CHANGE = re.compile(r"(train|schedule)\.|data\.(sources\.\d+|tokenizer)\.path$")

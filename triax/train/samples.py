@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from triax.config.train import Run
+from triax.data.kimi import KimiTokenizer
 from triax.data.tokenizer import Tokenizer
 from triax.errors import TrainError
 from triax.model.decoder import Decoder
@@ -24,7 +25,7 @@ class Samples:
     same numbers with samples and without.
     """
 
-    def __init__(self, path: Path, run: Run, tokenizer: Tokenizer, *, after_step: int = 0) -> None:
+    def __init__(self, path: Path, run: Run, tokenizer: Tokenizer | KimiTokenizer, *, after_step: int = 0) -> None:
         """Be ready to write, without the samples that a resumed run will write again."""
         self.path, self.settings, self.seed, self.tokenizer = path, run.samples, run.seed, tokenizer
         if self.settings is not None:
@@ -69,7 +70,12 @@ def newest(path: Path) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def continuations(
-    model: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], max_tokens: int, temperature: float, seed: int
+    model: Decoder,
+    tokenizer: Tokenizer | KimiTokenizer,
+    prompts: Sequence[str],
+    max_tokens: int,
+    temperature: float,
+    seed: int,
 ) -> list[str]:
     """Return how a model goes on after each prompt, up to the end of its document.
 
@@ -83,7 +89,7 @@ def continuations(
     """
     device = model.head.weight.device
     generator = torch.Generator().manual_seed(seed)
-    started = [[tokenizer.border, *tokenizer.encode(prompt)] for prompt in prompts]
+    started = [[*tokenizer.opening, *tokenizer.encode(prompt)] for prompt in prompts]
     made: list[list[int]] = [[] for _ in prompts]
     live, was_training = list(range(len(prompts))), model.training
     model.eval()
@@ -95,7 +101,7 @@ def continuations(
             last = torch.tensor([end - 1 for end in layout.starts[1:]], device=device)
             logits = model.logits(model(flat, layout, cache)[last])[:, : tokenizer.vocab_size]
             drawn = _draw(logits.float().cpu(), temperature, generator)
-            going = [row for row, token in enumerate(drawn) if token != tokenizer.border]
+            going = [row for row, token in enumerate(drawn) if token not in tokenizer.ends]
             for row in going:
                 made[live[row]].append(drawn[row])
             if not going:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from triax.errors import SandboxError
+from triax.machine import install_command
 from triax.sandbox.protocol import Backend, Check, Spec
 
 PLACES = {
@@ -40,7 +41,8 @@ def make(name: str, root: Path, *, unsafe: bool = False) -> Backend:
         backend = cast(Callable[..., Backend], getattr(import_module(module), kind))
     except ModuleNotFoundError as problem:
         raise SandboxError(
-            f"backend `{name}`: needs the module `{problem.name}`; install `triax[sandbox]`", "refused"
+            f"backend `{name}`: needs the module `{problem.name}`; install it with `{install_command('sandbox')}`",
+            "refused",
         ) from problem
     root = root.absolute()  # machines run elsewhere
     return backend(root, unsafe=unsafe) if name == "process" else backend(root)
