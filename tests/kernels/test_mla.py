@@ -77,6 +77,14 @@ def test_bf16_inputs_are_attended_in_fp32_even_under_autocast():
     assert query.grad.isfinite().all()
 
 
+def test_many_keys_that_are_equally_likely_share_the_weight():
+    query, key, value, *starts = inputs([3], [300])
+    read, _ = attend(0 * query, key, value, *starts, 0.7, with_largest=True)
+    means = torch.stack([value[: 301 + t].mean(0) for t in range(3)])
+    torch.testing.assert_close(read, means, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(*(torch.autograd.grad(x.sum(), value)[0] for x in (read, means)), rtol=1e-10, atol=1e-10)
+
+
 def test_nothing_of_the_size_of_the_logits_is_kept_for_the_backward():
     query, key, value, *starts = inputs([300], [0], torch.float32)
     saved = []

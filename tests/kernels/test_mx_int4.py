@@ -100,6 +100,15 @@ def test_a_scale_of_zero_over_zeros_is_no_fault():
     assert not int4.dequantize(packed, torch.zeros_like(scale)).any()
 
 
+@pytest.mark.parametrize("size", [1e-44, 1e-40, 1e-38])
+def test_groups_too_small_for_a_scale_of_their_own_get_the_smallest(size):
+    weight = torch.full((1, int4.GROUP), size) * torch.tensor([1.0, -1.0]).repeat(int4.GROUP // 2)
+    found = int4.quantize(weight)
+    assert found.scale.item() == torch.finfo(torch.bfloat16).tiny
+    step = found.scale.float().item()
+    assert (int4.dequantize(*found, torch.float32) - weight).abs().max() <= 0.5 * step
+
+
 def test_a_product_too_large_for_the_result_is_refused():
     packed, scale, _ = int4.quantize(random(3, 64))
     scale[1, 0] = 2.0**127
