@@ -272,6 +272,11 @@ def test_a_file_that_would_unpack_to_too_much_is_refused_before_it_is_unpacked(w
         read_image(bomb(width, height), Images(max_pixels=178_000_000))
 
 
+def test_a_size_above_the_limit_is_refused_before_a_pixel_is_unpacked():
+    with pytest.raises(DataError, match=r"too large to unpack; found 2000x2000, more than 1,000 pixels"):
+        read_image(bomb(2000, 2000), Images(max_pixels=1000))  # its pixels are damaged, which is not noticed
+
+
 def test_a_limit_of_ones_own_holds_for_opened_pictures_too():
     settings = Images(max_pixels=1000)
     for source in (Image.new("RGB", (40, 40)), saved(Image.new("RGB", (40, 40)))):
