@@ -87,3 +87,8 @@ def test_a_damaged_file_is_refused(tmp_path, content, words):
         (tmp_path / FILE).write_text(content)
     with pytest.raises(ConfigError, match=words):
         read_preprocessor(tmp_path)
+
+
+def test_frames_have_the_limit_of_pictures_where_the_file_tells_none_of_their_own():
+    assert parse_preprocessor({"in_patch_limit": 9999}).frame_patch_limit == 9999
+    assert parse_preprocessor({"in_patch_limit": 9999, "in_patch_limit_each_frame": 77}).frame_patch_limit == 77

@@ -1,6 +1,7 @@
 import json
 import logging
 import re
+import resource
 import shutil
 
 import pytest
@@ -49,6 +50,17 @@ def random_model(shape, seed=0):
         for name, tensor in model.state_dict().items():
             tensor.normal_(1.0 if "norm" in name else 0.0, 0.1)
     return model
+
+
+def test_an_export_that_fails_leaves_nothing(t0, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"could not be written.*nothing was left there"):
+            save_released(random_model(t0), tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_export_is_on_the_disk_before_it_has_its_name(t0, tmp_path, disk):
