@@ -66,6 +66,7 @@ CASES = {
     "enum": [
         ({"enum": ["/root", "é", 1, None, [1, {"a": 2}]]}, ["/root", "é", [1, {"a": 2}]], ["/call", "è", [1]]),
         ({"enum": ["a", 7, "abc"], "type": "string", "maxLength": 2}, ["a"], [7, "abc"]),
+        ({"enum": ["k", 7, 7.5, None], "type": ["integer", "string"]}, ["k", 7], [7.5, None]),
     ],
     "const": [({"const": {"a": "Straße"}}, [{"a": "Straße"}], [{"a": "Strasse"}])],
     "properties": [(OBJECT | {"properties": {"a": {"type": "integer"}}}, [{"a": 1}, {}], [{"a": "x"}])],
@@ -170,6 +171,10 @@ CASES = {
     "multipleOf": [
         ({"type": "integer", "multipleOf": 7, "minimum": 10, "maximum": 30}, [14, 21, 28], [7, 15, 35]),
         ({"type": "integer", "multipleOf": 12}, [0, 24, -36, 1200], [6]),
+        ({"type": "integer", "multipleOf": 5, "minimum": 12}, [15, 95, 100, 12345], [10, 13, 5, 101, 0, -15]),
+        ({"type": "integer", "multipleOf": 3, "maximum": -7}, [-9, -12, -99, -300], [-6, -10, 9, 0]),
+        ({"type": "integer", "multipleOf": 4, "minimum": -9}, [-8, -4, 0, 4, 400], [-12, 2, -3]),
+        ({"type": "integer", "multipleOf": 4, "maximum": 9}, [8, 4, 0, -4, -400], [12, 2, -3]),
         ({"type": "number", "multipleOf": 0.25, "minimum": 0, "maximum": 1}, [0.25, 0.75], [0.3]),
     ],
     "$ref": [

@@ -140,19 +140,55 @@ def multiples(grammar: Grammar, divisor: int, low: int | None, high: int | None)
     if low is not None and high is not None and (high - low) // divisor < MAX_VALUES:
         first = -(-low // divisor) * divisor
         return values(str(one) for one in range(first, high + 1, divisor))
-    if divisor > MAX_DIVISOR or (low is not None and low > 1) or (high is not None and high < -1):
+    if divisor > MAX_DIVISOR:
         return None
+    if low is not None and high is not None:
+        return None
+    if low is not None and low > 1:
+        return _multiples_from(grammar, divisor, low)
+    if high is not None and high < -1:
+        beyond = _multiples_from(grammar, divisor, -high)
+        return None if beyond is None else sequence(Text("-"), beyond)
     if (low is not None and low < 0) or (high is not None and high > 0):
-        return None
-    rests = [grammar.reserve() for _ in range(divisor)]
-    for rest, rule in enumerate(rests):
-        ways = [sequence(Text(str(digit)), rests[(10 * rest + digit) % divisor]) for digit in range(10)]
-        grammar.define(rule, choice(*ways, *([EMPTY] if rest == 0 else [])))
+        first, last = (low, -1) if low is not None else (1, high)
+        assert first is not None
+        assert last is not None
+        near = multiples(grammar, divisor, first, last)
+        far = multiples(grammar, divisor, 0 if low is not None else None, None if low is not None else 0)
+        return None if near is None or far is None else choice(near, far)
+    rests = _rests(grammar, divisor, 0)[0]
     nonzero = choice(*(sequence(Text(str(digit)), rests[digit % divisor]) for digit in range(1, 10)))
-    ways = [nonzero] if high is None else []
+    ways: list[Node] = [nonzero] if high is None else []
     ways += [sequence(Text("-"), nonzero)] if low is None else []
     ways += [Text("0")] if (low is None or low <= 0) and (high is None or high >= 0) else []
     return choice(*ways)
+
+
+def _multiples_from(grammar: Grammar, divisor: int, low: int) -> Node | None:
+    """Return the multiples from a bound above 0 on: those with as many digits one by one, and all longer ones."""
+    num = len(str(low))
+    first = -(-low // divisor) * divisor
+    near = range(first, 10**num, divisor)
+    if len(near) > MAX_VALUES or num * divisor > 10 * MAX_DIVISOR:
+        return None
+    rests = _rests(grammar, divisor, num)[num]
+    return choice(
+        *(Text(str(one)) for one in near),
+        *(sequence(Text(str(digit)), rests[digit % divisor]) for digit in range(1, 10)),
+    )
+
+
+def _rests(grammar: Grammar, divisor: int, num: int) -> list[list[Node]]:
+    """Return rules by the digits that must follow, up to `num`, and the rest of the digits before."""
+    table: list[list[Node]] = []
+    for left in range(num + 1):
+        rules = [grammar.reserve() for _ in range(divisor)]
+        following = rules if left == 0 else table[left - 1]
+        for rest, rule in enumerate(rules):
+            ways = [sequence(Text(str(digit)), following[(10 * rest + digit) % divisor]) for digit in range(10)]
+            grammar.define(rule, choice(*ways, *([EMPTY] if rest == 0 and left == 0 else [])))
+        table.append(list(rules))
+    return table
 
 
 def values(texts: Iterable[str]) -> Node:

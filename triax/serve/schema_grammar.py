@@ -148,7 +148,7 @@ class Writer:
         allowed = [kinds_of(part.schema) for part in parts]
         if any(kind not in kinds for kinds in allowed):
             return NOTHING
-        is_whole = any("number" in kinds and not kinds["number"] for kinds in allowed)
+        is_whole = kind == "number" and any(not kinds["number"] for kinds in allowed)
         values = self.values_of(parts)
         if values is not None:
             fitting = [one for one in values if type_of(one) == kind and (not is_whole or one == int(one))]
