@@ -95,6 +95,21 @@ def test_losses_weights_and_optimiser_state_equal_the_uninterrupted_runs(
     assert losses(tmp_path) == uninterrupted[1]
 
 
+def test_skipped_steps_time_and_the_last_loss_come_back_and_only_a_branch_begins_new_metrics(recipe, tmp_path):
+    with Run(recipe, tmp_path) as run:
+        run.prepare(None)
+        run.step, run.tokens, run.skipped, run.seconds, run.loss = 3, 384, 2, 12.5, 3.25
+        state = run.state_dict()
+        state["progress"]["position"] = 77
+        checkpoint = tmp_path / "checkpoints" / "step-3"
+        for source, position in ((checkpoint, 77), (tmp_path / "elsewhere" / "checkpoints" / "step-3", 0)):
+            run.step = run.tokens = run.skipped = run.position = 0
+            run.seconds, run.loss = 0.0, float("nan")
+            run.load_state_dict(state, source)
+            assert (run.step, run.tokens, run.skipped, run.seconds, run.loss) == (3, 384, 2, 12.5, 3.25)
+            assert run.position == position
+
+
 def test_short_epochs_end_within_the_run(uninterrupted):
     """Else the test above would not cover the turn of an epoch."""
     rows = uninterrupted[0]["loader"]["rows"]

@@ -23,6 +23,10 @@ def test_a_saved_window_scores_the_same():
         spikes.accept(i**0.5)
     resumed.load_state_dict(spikes.state_dict())
     assert resumed.score(9.0) == spikes.score(9.0) != 0
+    for i in range(200):
+        spikes.accept(1.0 + i % 3)
+        resumed.accept(1.0 + i % 3)
+    assert resumed.score(9.0) == spikes.score(9.0), "the window has its length still"
 
 
 def net():
