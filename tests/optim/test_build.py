@@ -229,3 +229,10 @@ def test_logits_are_reported_also_without_clipping(settings):
     moved = optimizer.step()
     assert moved.query_key.num_clipped == 0
     torch.testing.assert_close(model.query.weight, before * (1 - settings.lr * 0.1))
+
+
+def test_the_first_update_of_adamw_has_size_one_before_the_learning_rate():
+    model = Toy()
+    optimizer = build(model, AdamW(lr=0.01))
+    train(model, optimizer, 1)
+    assert optimizer.update_rms()["norm.weight"] == pytest.approx(1, rel=1e-3)

@@ -96,3 +96,12 @@ def test_the_constant_phase_can_be_left_early_and_late():
 def test_a_branch_without_tokens_is_refused():
     with pytest.raises(ValidationError, match="rising shares"):
         branch(WSD, 0.5, 0.0)
+
+
+def test_a_segment_that_ends_where_a_branch_begins_keeps_its_shape():
+    settings = Schedule(
+        segments=(Segment(shape="cosine", until=0.5, to=0.2), Segment(shape="constant", until=1, to=0.2))
+    )
+    fresh, total = branch(settings, at=0.5, more=0.1)
+    assert [segment.shape for segment in fresh.segments] == ["cosine", "1-sqrt"]
+    assert rate(fresh, 0.25 / total) == pytest.approx(rate(settings, 0.25))
