@@ -9,24 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from triax import machine
-from triax.cli.app import main
 from triax.machine import install_command
-
-
-@pytest.fixture
-def triax(capsys):
-    """Run one command in this process; give exit status, stdout and stderr."""
-
-    def run(*words):
-        try:
-            main([str(word) for word in words])
-            status = 0
-        except SystemExit as end:
-            status = end.code or 0
-        told = capsys.readouterr()
-        return status, told.out, told.err
-
-    return run
 
 
 def test_a_refused_recipe_is_a_message_and_status_2(triax):
@@ -229,14 +212,6 @@ def test_model_show_refuses_a_config_of_another_family_by_name(triax, tmp_path):
     status, _, err = triax("model", "show", tmp_path)
     assert status == 2
     assert "llama" in err
-
-
-def test_a_dry_run_plans_and_writes_nothing(triax, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    status, out, _ = triax("train", "nano", "train.tokens=1000", "--dry-run")
-    assert status == 0
-    assert "# 2 steps of 512 tokens, into runs/nano" in out
-    assert not list(tmp_path.iterdir())
 
 
 def test_doctor_tells_facts_that_fit_this_machine(triax):
