@@ -261,3 +261,24 @@ def test_merging_does_not_depend_on_where_the_brackets_are(a, b, c):
 @given(tables)
 def test_merging_with_nothing_changes_nothing(tree):
     assert merge(tree, {}) == tree == merge({}, tree)
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("train.batch_tokens=100", "command line: train.batch_tokens `100` is not a multiple of"),
+        ("data.seq_len=100", "command line: train.micro_tokens `512` is not a multiple of"),
+        ("model.vocab_size=300", "command line: data.tokenizer.vocab_size `320` is more than"),
+        ("schedule.segments=[{shape='linear', until=0.5, to=1.0}]", "command line: schedule: segments must end at"),
+    ],
+)
+def test_f68_a_rule_across_settings_blames_the_word_that_broke_it(word, told):
+    with pytest.raises(ConfigError) as problem:
+        load_recipe("nano", [word])
+    assert str(problem.value).startswith(told)
+
+
+def test_f68_a_rule_that_a_file_broke_blames_the_file(tmp_path):
+    (tmp_path / "mine.toml").write_text('extends = "nano"\n[train]\nbatch_tokens = 100\n')
+    with pytest.raises(ConfigError, match=r"mine.toml: train.batch_tokens `100` is not a multiple"):
+        load_recipe(tmp_path / "mine.toml", ["optim.lr=0.1"])

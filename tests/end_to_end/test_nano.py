@@ -68,8 +68,10 @@ def test_every_promised_metric_is_there_and_finite(ended):
     for line in lines:
         for name, value in metrics.spread(line).items():
             assert math.isfinite(math.nan if value is None else value), (line["step"], name)
-    assert len(detailed["router/load_max_over_mean_per_layer"]) == 3
-    assert len(detailed["kda/keep_mean_per_layer"]) == 3
+    assert list(detailed["router/load_max_over_mean_per_layer"]) == ["1", "2", "3"]
+    assert list(detailed["moe/latent_rms_per_layer"]) == ["1", "2", "3"]
+    assert list(detailed["kda/keep_mean_per_layer"]) == ["0", "1", "2"]
+    assert list(detailed["attention/largest_logit_per_layer"]) == ["3"]
     assert sum(detailed["residual_mix/share/output"]) == pytest.approx(1, abs=1e-3)
 
 

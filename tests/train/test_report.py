@@ -21,7 +21,7 @@ def fill(run_dir):
         }
         if step % 10 == 0:
             line |= {
-                "router/load_max_over_mean_per_layer": [1.5, 2.0],
+                "router/load_max_over_mean_per_layer": {"1": 1.5, "2": 2.0},
                 "attention/largest_logit_per_layer": [10.0, 30.0],
                 "residual_mix/share/layer 0 mlp": [0.4, 0.6],
                 "residual_mix/share/output": [0.2, 0.3, 0.5],

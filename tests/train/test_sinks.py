@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing import event_accumulator as events
 from triax.errors import ConfigError
 from triax.train.metrics import TensorBoard, WeightsAndBiases
 
-STEPS = [{"train/loss": 2.5, "router/load_cv_per_layer": [0.1, 0.2]}, {"train/loss": 2.25}]
+STEPS = [{"train/loss": 2.5, "router/load_cv_per_layer": {"3": 0.1, "7": 0.2}}, {"train/loss": 2.25}]
 
 
 def test_tensorboard_reads_back_every_number_and_forgets_the_steps_after_a_resume(tmp_path):
@@ -23,7 +23,7 @@ def test_tensorboard_reads_back_every_number_and_forgets_the_steps_after_a_resum
     read = events.EventAccumulator(str(tmp_path))
     read.Reload()
     assert [(event.step, event.value) for event in read.Scalars("train/loss")] == [(1, 2.5), (2, 2.25), (3, 2.0)]
-    assert [event.value for event in read.Scalars("router/load_cv_per_layer/1")] == pytest.approx([0.2])
+    assert [event.value for event in read.Scalars("router/load_cv_per_layer/7")] == pytest.approx([0.2])
 
 
 def test_weights_and_biases_keeps_a_run_offline(tmp_path, monkeypatch):
@@ -34,7 +34,7 @@ def test_weights_and_biases_keeps_a_run_offline(tmp_path, monkeypatch):
         sink.write(step, metrics)
     sink.close()
     (kept,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    wanted = (b"router/load_cv_per_layer/1", b"2.25")
+    wanted = (b"router/load_cv_per_layer/7", b"2.25")
     for _ in range(600):  # the library's own process writes it, a moment after the run is finished
         if all(word in kept.read_bytes() for word in wanted):
             break

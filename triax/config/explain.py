@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,7 +42,8 @@ def explain(problem: ValidationError, schema: type[Settings], origin_of: Callabl
     Args:
         problem: What pydantic found.
         schema: The root of the settings.
-        origin_of: The file or override that a path (`optim.lr`) was written in.
+        origin_of: The file or override that a path (`optim.lr`) was written in; of several paths with commas between
+            them, the uppermost in which any was.
     """
     lines = []
     for error in problem.errors(include_url=False):
@@ -49,8 +51,19 @@ def explain(problem: ValidationError, schema: type[Settings], origin_of: Callabl
             continue  # entries were there but wrong, and each is named in a line of its own
         path, table, annotation = _place(schema, error["loc"])
         text = _sentence(error, path, table, annotation, schema)
-        lines.append(f"{origin_of(path)}: {text}" if origin_of(path) else text)
+        origin = origin_of(
+            path if error["type"] != "value_error" else ",".join(_named(text, path, annotation, schema) or [path])
+        )
+        lines.append(f"{origin}: {text}" if origin else text)
     return "\n".join(dict.fromkeys(lines))
+
+
+def _named(text: str, path: str, annotation: Any, schema: type[Settings]) -> list[str]:
+    """Return the settings that a rule across several of them names: one of those is at fault, not the table."""
+    words = set(re.findall(r"[a-z_][\w.]*", text))
+    fields = [name for table in (tables(annotation) if path else ()) for name in table.model_fields]
+    inner = [f"{path}.{name}" for name in fields if name in words]
+    return [place for place in places(schema) if "." in place and place in words] + inner
 
 
 def _place(schema: type[Settings], location: tuple[int | str, ...]) -> tuple[str, type[Settings] | None, Any]:

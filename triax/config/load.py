@@ -220,7 +220,7 @@ def _validate(schema: type[S], layers: Sequence[tuple[str, Tree]], path: Path, o
     written = [(origin, leaves(layer)) for origin, layer in reversed(layers)]
 
     def origin_of(place: str) -> str:
-        keys = [place, place.partition("[")[0]]
+        keys = [key for name in place.split(",") for key in (name, name.partition("[")[0])]
         for origin, values in written:
             if any(key == leaf or leaf.startswith(f"{key}.") for key in keys for leaf in values if key):
                 return origin

@@ -77,9 +77,10 @@ class Measure:
             found["train/mfu"] = self.flops_per_token * per_s / self.peak
         if outcome.moved is not None and outcome.moved.query_key.largest_logit:
             clipped = outcome.moved.query_key
-            per_layer = torch.stack([heads.max() for heads in clipped.largest_logit.values()]).tolist()
+            largest = torch.stack([heads.max() for heads in clipped.largest_logit.values()]).tolist()
+            per_layer = dict(zip(map(layer_of, clipped.largest_logit), largest, strict=True))
             found |= {
-                "attention/largest_logit": max(per_layer),
+                "attention/largest_logit": max(largest),
                 "attention/largest_logit_per_layer": per_layer,
                 "attention/clipped_heads": clipped.num_clipped,
                 "attention/smallest_clip_factor": clipped.smallest_factor,
@@ -90,9 +91,10 @@ class Measure:
     def _routers(self) -> dict[str, Value]:
         """Return how evenly the experts of each layer were loaded over the whole batch."""
         found: dict[str, Value] = {}
+        layers = [layer_of(name) for name, router in self.routers.items() if router.tally is not None]
         for name, values in evenness(list(self.routers.values())).items():
             found[f"router/{name}"] = sum(values) / len(values) if name in MEANS else max(values)
-            found[f"router/{name}_per_layer"] = values
+            found[f"router/{name}_per_layer"] = dict(zip(layers, values, strict=True))
         return found
 
     def note_load(self) -> None:
@@ -143,10 +145,11 @@ class Measure:
         for name, by_layer in self.heard.items():
             reduce = torch.amin if "smallest" in name else torch.amax if "largest" in name else torch.mean
             values = torch.stack([reduce(torch.stack(heard), 0) for _, heard in sorted(by_layer.items())])
-            found |= {name: reduce(values, 0).item(), f"{name}_per_layer": values.tolist()}
-        rms = [module.latent_rms for module in self.parts.model.modules() if isinstance(module, LatentMoe)]
-        if latent := [value for value in rms if value is not None]:
-            found["moe/latent_rms_per_layer"] = torch.stack(latent).tolist()
+            per_layer = dict(zip(map(str, sorted(by_layer)), values.tolist(), strict=True))
+            found |= {name: reduce(values, 0).item(), f"{name}_per_layer": per_layer}
+        experts = [(name, m) for name, m in self.parts.model.named_modules() if isinstance(m, LatentMoe)]
+        if latent := {layer_of(name): float(m.latent_rms) for name, m in experts if m.latent_rms is not None}:
+            found["moe/latent_rms_per_layer"] = latent
         optimizer = self.parts.optimizer
         for name, of_parameter in (("update_rms", optimizer.update_rms()), ("weight_rms", optimizer.weight_rms())):
             found |= {f"train/{name}/{group}": value for group, value in self._by_group(of_parameter).items()}
@@ -176,6 +179,15 @@ class Measure:
             found["residual_mix/entropy_nats"] = sum(entropy) / len(entropy)
             found["residual_mix/embedding_share"] = sum(embedding) / len(embedding)
         return found
+
+
+def layer_of(name: str) -> str:
+    """Return the number of the layer that a module belongs to, as text; outside the stack, the first part of its name.
+
+    For example `3` for `layers.3.mlp.router`, and `multi_token` for `multi_token.layer.mlp.router`.
+    """
+    first, _, rest = name.partition(".")
+    return rest.partition(".")[0] if first == "layers" else first
 
 
 def _decay(layer: KDA, hidden: Tensor) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Where a step's numbers go: always a line of `metrics.jsonl`, on request TensorBoard and W&B.
 
-A metric is a number, or a list of numbers (one a layer, or one a source), under a name `room/quantity_unit`.
+A metric is a number, a list of numbers (one a source of a mix) or a table of numbers (one a layer, by the layer's
+number as text), under a name `room/quantity_unit`.
 """
 
 import hashlib
@@ -17,7 +18,7 @@ from triax.config.train import Run
 from triax.errors import ConfigError, TrainError
 from triax.machine import install_command
 
-Value = float | int | list[float]
+Value = float | int | list[float] | dict[str, float]
 Metrics = Mapping[str, Value]
 
 
@@ -132,10 +133,15 @@ def require(run: Run) -> None:
 
 
 def spread(metrics: Metrics) -> dict[str, float | int]:
-    """Return a flat table: a list becomes one name per entry, `name/0`, `name/1` and so on."""
+    """Return a flat table: a list becomes one name per entry, `name/0`, `name/1` and so on, a table one per layer."""
     flat: dict[str, float | int] = {}
     for name, value in metrics.items():
-        flat |= {f"{name}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
+        if isinstance(value, list):
+            flat |= {f"{name}/{i}": v for i, v in enumerate(value)}
+        elif isinstance(value, dict):
+            flat |= {f"{name}/{key}": v for key, v in value.items()}
+        else:
+            flat[name] = value
     return flat
 
 
@@ -161,9 +167,11 @@ def cut(path: Path, step: int, position: int = 0) -> None:
     os.truncate(path, end)
 
 
-def _finite(value: Value) -> float | int | list[float | None] | None:
+def _finite(value: Value) -> float | int | list[float | None] | dict[str, float | None] | None:
     if isinstance(value, list):
         return [entry if math.isfinite(entry) else None for entry in value]
+    if isinstance(value, dict):
+        return {key: entry if math.isfinite(entry) else None for key, entry in value.items()}
     return value if math.isfinite(value) else None
 
 

@@ -103,13 +103,17 @@ def _layers(name: str) -> Callable[..., None]:
         from matplotlib import colormaps
 
         tokens, values = series(steps, name)
-        count = max(map(len, values), default=0)
-        for layer in range(count):
-            label = {0: "first such layer", count - 1: "last such layer"}.get(layer)
-            column = [row[layer] if layer < len(row) else None for row in values]
-            kept = [(x, y) for x, y in zip(tokens, column, strict=True) if y is not None]
+        rows = [row if isinstance(row, dict) else dict(enumerate(row)) for row in values]  # lists: runs of old versions
+        layers = list(dict.fromkeys(layer for row in rows for layer in row))
+        for place, layer in enumerate(layers):
+            kept = [(x, row[layer]) for x, row in zip(tokens, rows, strict=True) if row.get(layer) is not None]
+            is_named = len(layers) <= 12 or place in (0, len(layers) - 1)
             axes.plot(
-                *zip(*kept, strict=True), lw=1, color=colormaps["viridis"](layer / max(1, count - 1)), label=label
+                [x for x, _ in kept],
+                [y for _, y in kept],
+                lw=1,
+                color=colormaps["viridis"](place / max(1, len(layers) - 1)),
+                label=f"layer {layer}" if is_named else None,
             )
 
     return fill
