@@ -1,4 +1,4 @@
-"""A wheel, installed where there is no repository, trains, shows recipes and holds every file that the package reads."""
+"""A wheel, installed where there is no repository, trains, shows recipes and holds all that the package reads."""
 
 import subprocess
 import sys
