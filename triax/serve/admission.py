@@ -5,6 +5,7 @@ from bisect import insort
 from collections.abc import Callable, Generator
 
 from triax.config.serve import Scheduling
+from triax.serve.cache.holding import Holding
 from triax.serve.cache.manager import Manager
 from triax.serve.cache.prefix import Match
 from triax.serve.sequence import Sequence
@@ -132,27 +133,10 @@ class Admission:
         return sequence.class_name == owed.class_name and sequence.order < owed.order
 
     def _start(self, sequence: Sequence, match: Match) -> bool:
-        request, reclaimed = sequence.request, False
-        while True:
-            holding = None
-            if len(self.running) < self.most_running:
-                if reclaimed:  # memory has changed hands since
-                    match = self._match(sequence)
-                if not match.is_pending:
-                    holding = self.manager.admit(
-                        sequence.number,
-                        sequence.keys,
-                        request.cache_salt,
-                        match,
-                        len(sequence.tokens),
-                        spare=len(self.running) + 1 if self.running else 0,
-                        borders=request.borders,
-                    )
-            if holding is not None:
-                break
+        while (holding := self._admit(sequence, match)) is None:
             if not self._reclaim(sequence):
                 return False
-            reclaimed = True
+            match = self._match(sequence)  # memory has changed hands since
         sequence.holding = holding
         sequence.target, sequence.planned = len(sequence.tokens), holding.position
         sequence.is_parking, sequence.refusals = False, 0
@@ -167,6 +151,32 @@ class Admission:
             counts["cached_tokens"] += holding.cached
         insort(self.running, sequence, key=lambda one: one.order)
         return True
+
+    def _admit(self, sequence: Sequence, match: Match) -> Holding | None:
+        """Give a sequence memory if there is room, with what was found of its prefix or, if need be, without.
+
+        A hit keeps its snapshot's slot and its partly filled page from giving way, and needs a copy of each beside
+        them. Where nothing runs, no memory will come back for that: the sequence starts from its first token instead.
+        """
+        if len(self.running) >= self.most_running or match.is_pending:
+            return None
+        request, manager = sequence.request, self.manager
+
+        def admit(found: Match) -> Holding | None:
+            return manager.admit(
+                sequence.number,
+                sequence.keys,
+                request.cache_salt,
+                found,
+                len(sequence.tokens),
+                spare=len(self.running) + 1 if self.running else 0,
+                borders=request.borders,
+            )
+
+        holding = admit(match)
+        if holding is None and match.snapshot is not None and not self.running:
+            return admit(Match(match.root, match.path, match.matched))
+        return holding
 
     def _reclaim(self, sequence: Sequence) -> bool:
         """Take memory back for a sequence that comes first or whose class gets less than its share."""

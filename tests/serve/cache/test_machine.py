@@ -26,8 +26,8 @@ def life(simulation, manager=Manager):
 
     class Life(RuleBasedStateMachine):
         @initialize(
-            pages=st.sampled_from([9, 14, 30]),
-            slots=st.sampled_from([3, 4, 8]),
+            pages=st.sampled_from([4, 9, 14, 30]),
+            slots=st.sampled_from([2, 3, 4, 8]),
             host=st.sampled_from([(0, 0), (6, 2), (30, 8)]),
             budget=st.sampled_from([3, 8, 32]),
             gap=st.sampled_from([1, 3]),
