@@ -141,7 +141,9 @@ class Http(Settings):
     cors_origins: tuple[str, ...] = ()
     """Origins of pages that may call the server from a browser."""
     has_fixed_sampling: bool = False
-    """Refuse sampling options other than the model's own."""
+    """Refuse sampling options other than the model's own; a temperature from 0 to 1 is taken."""
+    thinking: Literal["auto", "off"] = "auto"
+    """Whether the model may think before it answers; `auto` asks its tokenizer, `off` is for one that never learned."""
     drain_s: PositiveFloat = 30.0
     """Seconds that running requests get when the server is told to stop."""
     deadline_s: PositiveFloat = 3600.0

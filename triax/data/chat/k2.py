@@ -54,7 +54,7 @@ def prompt(
         messages: As `read_messages` takes them; whatever ids calls have, they become K2's own.
         options: Tools and thinking.
         images: Size and slots of the image parts, in order.
-        generate: Open the next assistant message.
+        generate: Open the next assistant message, or continue the last one where it is `partial`.
 
     Raises:
         DataError: A message cannot be rendered.
@@ -72,6 +72,7 @@ def segments(
     """Return a conversation as segments; arguments as in `prompt`."""
     options = options or K2Options()
     read = _name_calls(read_messages(messages, images))
+    begun = read.pop() if generate and read and read[-1].partial else Message("assistant")
     pieces: list[Segment] = []
     if options.tools:
         pieces += _message("system", "tool_declare", text(compact(options.tools)))
@@ -83,10 +84,19 @@ def segments(
         current = options.keep == "all" or at > answered or last
         pieces += _render(message, options, current=current)
     if generate:
-        pieces += [control(HEADERS["assistant"]), *text("assistant"), control(MIDDLE)]
-        if options.thinking and options.open_think:
-            pieces.append(control(THINK))
+        pieces += [control(HEADERS["assistant"]), *text(begun.name or "assistant"), control(MIDDLE)]
+        pieces += _begun(begun, options)
     return pieces
+
+
+def _begun(message: Message, options: K2Options) -> list[Segment]:
+    """Return the body of an assistant message up to where the model goes on."""
+    pieces: list[Segment] = []
+    if options.thinking and (options.open_think or message.reasoning or message.content):
+        pieces = [control(THINK), *text(message.reasoning)]
+        if message.content:
+            pieces.append(control(THINK_END))
+    return pieces + _content(message)
 
 
 def _render(message: Message, options: K2Options, *, current: bool) -> list[Segment]:

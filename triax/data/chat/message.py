@@ -67,6 +67,8 @@ class Message:
     """Who speaks, or the tool whose result this is."""
     tools: tuple[Tool, ...] = ()
     """Tools that a system message adds in mid-session."""
+    partial: bool = False
+    """Whether the assistant's answer is only begun: the model continues it."""
 
 
 def read_messages(messages: Sequence[Any], images: Sequence[Image] = ()) -> list[Message]:
@@ -125,6 +127,7 @@ def _read(message: object, where: str, pictures: Iterator[Image]) -> Message:
         call_id=None if call_id is None else str(call_id),
         name=_words(message.get("tool") or message.get("name"), f"{where}.name") or None,
         tools=check_tools(message.get("tools"), f"{where}.tools") if ROLES[role] == "system" else (),
+        partial=role == "assistant" and message.get("partial") is True,
     )
 
 

@@ -57,14 +57,16 @@ def prompt(
         messages: As `read_messages` takes them.
         options: Tools, thinking and what the next message must be.
         images: Size and slots of the image parts, in order.
-        generate: Open the next assistant message. Otherwise the conversation is whole (training): the one-shot options
-            then stand where the last assistant message saw them, so the tokens equal those of serving.
+        generate: Open the next assistant message, or continue the last one where it is `partial`. Otherwise the
+            conversation is whole (training): the one-shot options then stand where the last assistant message saw
+            them, so the tokens equal those of serving.
 
     Raises:
         DataError: A message or option cannot be rendered.
     """
     pieces = segments(messages, options, images, generate=generate)
-    return encode(pieces, tokenizer, NUM_OPENER if generate else 0)
+    is_open = generate and pieces[-1].control and pieces[-1].text == SEP  # else the text of a begun answer comes last
+    return encode(pieces, tokenizer, NUM_OPENER if is_open else 0)
 
 
 def segments(
@@ -79,6 +81,7 @@ def segments(
     read = _name_results(read_messages(messages, images))
     if options.tool_choice == "required" and not (options.tools or any(message.tools for message, _ in read)):
         raise DataError("tool_choice: there is nothing to call; found `required` without tools; declare tools")
+    begun = read.pop()[0] if generate and read and read[-1][0].partial else Message("assistant")
     before = not generate and bool(read) and read[-1][0].role == "assistant"
     pieces: list[Segment] = []
     if options.tools:
@@ -91,8 +94,19 @@ def segments(
     if before:
         pieces += _message(*read[-1], options)
     if generate:
-        pieces += _open("message", role="assistant") + _open("think" if options.thinking else "response")
+        pieces += _begun(begun, options)
     return pieces
+
+
+def _begun(message: Message, options: Options) -> list[Segment]:
+    """Return an assistant message up to where the model goes on."""
+    pieces = _open("message", role="assistant", name=message.name)
+    if options.thinking:
+        pieces += _open("think") + text(message.reasoning)
+        if not message.content:
+            return pieces
+        pieces += _close("think")
+    return pieces + _open("response") + _content(message)
 
 
 def _message(message: Message, number: int, options: Options) -> list[Segment]:

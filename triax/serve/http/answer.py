@@ -56,6 +56,7 @@ class Turn:
         self._noted: list[tuple[int, int, list[TokenInfo]]] = []
         self._num_read = self._num_told = 0  # characters of the answer, with and without those held back
         tokenizer = self.model.tokenizer
+        self._num_calls = 0
         self._control = frozenset(tokenizer.control.values() if isinstance(tokenizer, KimiTokenizer) else ())
 
     def read(self, update: Update) -> list[Event]:
@@ -86,7 +87,7 @@ class Turn:
         events: list[Event] = []
         for info in tokens:
             before = parser.section
-            found = parser.feed(info.token)
+            found = self._allowed(parser.feed(info.token))
             self.num_tokens += 1
             self.tokens.append(info.token)
             self.num_thinking += before == "think"
@@ -99,7 +100,33 @@ class Turn:
                 self._tell_logprobs(is_last=True)
                 self.reason = "stop"
                 return [*events, Finish("stop")]
+            if self._num_calls == self.prepared.max_calls and found and isinstance(found[-1], CallEnd):
+                self.reason = "tool_calls"
+                return [*events, Finish("tool_calls")]
         return events
+
+    def _allowed(self, events: Sequence[Event]) -> Sequence[Event]:
+        """Leave out calls that the request does not allow; what follows the last allowed one is not read."""
+        most = self.prepared.max_calls
+        if most is None or not events:
+            return events
+        kept: list[Event] = []
+        for event in events:
+            match event:
+                case CallStart(_, _, name) if most == 0:
+                    self._warn("unasked_call", name)
+                case Arguments() | CallEnd() if most == 0:
+                    pass
+                case Finish("tool_calls") if most == 0:
+                    kept.append(Finish("stop"))
+                case CallEnd(_, valid):
+                    kept.append(event)
+                    self._num_calls += valid
+                    if self._num_calls == most:
+                        break
+                case _:
+                    kept.append(event)
+        return kept
 
     def _note(self, info: TokenInfo, length: int) -> None:
         """Keep the logprob of a token of the answer; one without text may be a part of a character, or of a tag."""
@@ -146,7 +173,7 @@ class Turn:
 
     def _end(self, reason: str) -> list[Event]:
         assert self._parser is not None
-        events = self._stopped(self._parser.finish("stop" if reason == "stop" else "length"))
+        events = self._stopped(self._allowed(self._parser.finish("stop" if reason == "stop" else "length")))
         last = events[-1]
         assert isinstance(last, Finish)
         self.reason = reason if reason in ABNORMAL else last.reason
@@ -188,6 +215,26 @@ class Whole:
     reasoning: str = ""
     content: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
+    broken: set[int] = field(default_factory=set)
+    """Calls whose arguments are no JSON object."""
+
+    def message(self, reason: str | None) -> dict[str, Any]:
+        """Return the message; a broken call is text of the answer, so that no client takes it for one to make.
+
+        Args:
+            reason: Why the answer ended; one that was cut keeps the call that it was cut in.
+        """
+        calls, content = self.calls, self.content
+        if reason != "length":
+            calls = [call for number, call in enumerate(self.calls) if number not in self.broken]
+            for number in sorted(self.broken):
+                content += f"{self.calls[number]['function']['name']} {self.calls[number]['function']['arguments']}"
+        told: dict[str, Any] = {"role": "assistant", "content": content or None, "refusal": None}
+        if self.reasoning:
+            told["reasoning_content"] = self.reasoning
+        if calls:
+            told["tool_calls"] = calls
+        return told
 
     def add(self, event: Event) -> None:
         """Take one more event."""
@@ -202,6 +249,8 @@ class Whole:
                 self.calls.append({"id": id_, "type": "function", "function": {"name": name, "arguments": ""}})
             case Arguments(index, text):
                 self.calls[index]["function"]["arguments"] += text
+            case CallEnd(index, valid) if not valid:
+                self.broken.add(index)
 
 
 @runtime_checkable

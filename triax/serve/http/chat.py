@@ -104,14 +104,9 @@ class Chat:
 
     def _choice(self, number: int, message: Whole) -> dict[str, Any]:
         turn = self.turns[number]
-        told: dict[str, Any] = {"role": "assistant", "content": message.content or None, "refusal": None}
-        if message.reasoning:
-            told["reasoning_content"] = message.reasoning
-        if message.calls:
-            told["tool_calls"] = message.calls
         choice = {
             "index": number,
-            "message": told,
+            "message": message.message(turn.reason),
             "logprobs": {"content": turn.take_logprobs(), "refusal": None} if self.body.logprobs else None,
             "finish_reason": turn.reason,
         }
@@ -147,6 +142,8 @@ class Chat:
                         choice["logprobs"] = {"content": turn.take_logprobs(), "refusal": None}
                     if place == len(deltas) - 1:
                         choice["finish_reason"] = turn.reason
+                        if turn.reason is not None:  # clients of the model's vendor read it here, asked for or not
+                            choice["usage"] = usage_tree(self.prepared, [turn])
                         choice |= self._extras(turn, turn.tokens[sent[number] :])
                         sent[number] = len(turn.tokens)
                     yield event(head | {"choices": [choice]} | rest)

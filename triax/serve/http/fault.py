@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 
 from triax.errors import TriaxError
 from triax.log import logger
+from triax.serve.http.schema import UNSUPPORTED
 from triax.serve.link import EngineAbsent, EngineLost, Refusal
 
 PLACE = re.compile(r"([a-z_]+(?:[.\[][\w.\[\]]*)?): ")
@@ -88,6 +89,9 @@ def validation_fault(problem: RequestValidationError) -> Fault:
             param += f".{name}" if param else name
     if first["type"] == "json_invalid":
         return Fault(400, f"body: not JSON; found {first.get('ctx', {}).get('error', 'damage')}; send a JSON object")
+    if first["type"] == "extra_forbidden" and param in UNSUPPORTED:
+        message = f"{param}: is not supported here; {UNSUPPORTED[param]}"
+        return Fault(400, message, param=param, code="unsupported_parameter")
     if first["type"] == "extra_forbidden":
         message = f"{param}: not a parameter of this endpoint; found `{names[-1]}`; leave it out"
         return Fault(400, message, param=param or str(names[-1]), code="unknown_parameter")

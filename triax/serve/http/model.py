@@ -8,6 +8,7 @@ from triax.checkpoint.tokenizer import has_tokenizer, load_tokenizer
 from triax.config.serve import Serve
 from triax.config.vision import Images
 from triax.data.chat.family import Format, chat_format
+from triax.data.chat.k2 import THINK
 from triax.data.kimi import KimiTokenizer
 from triax.data.tokenizer import Tokenizer
 from triax.errors import ConfigError, DataError
@@ -31,6 +32,13 @@ class Model:
     vocab_size: int
     slot_token: int | None
     """Token of a picture's slots; None is a model that does not see."""
+    may_think: bool = True
+    """Whether requests may ask the model to think."""
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the model can think before it answers: those of K2's format can if they know the tag for it."""
+        return self.may_think and (self.format != "k2" or THINK in getattr(self.tokenizer, "control", {}))
 
     def sampling(self, *, thinking: bool) -> tuple[float, float]:
         """Return the model's own temperature and top_p.
@@ -85,7 +93,8 @@ def open_model(folder: Path, tokenizer: Tokenizer | KimiTokenizer, facts: Facts,
     images = images.model_copy(update={"reading": settings.image_reading})
     name = settings.http.model_name or folder.resolve().name
     form = chat_format(tokenizer)
-    return Model(name, tokenizer, form, images, facts.context, facts.vocab_size, facts.slot_token)
+    may_think = settings.http.thinking != "off"
+    return Model(name, tokenizer, form, images, facts.context, facts.vocab_size, facts.slot_token, may_think)
 
 
 def check_settings(settings: Serve) -> None:

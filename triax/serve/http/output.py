@@ -43,8 +43,8 @@ class Output:
                     item = self.items[-1]
                     item["arguments"] += text
                     told.append(self._event("response.function_call_arguments.delta", delta=text))
-                case CallEnd():
-                    self._close(told)
+                case CallEnd(_, valid):
+                    self._close(told, "completed" if valid else "incomplete")
                 case Finish(reason):
                     self._close(told, "completed" if reason != "length" else "incomplete")
         return told

@@ -5,7 +5,7 @@ import binascii
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
@@ -39,6 +39,8 @@ class Prepared:
     structure: Structure | None = None
     parser: Callable[[], Parser] | None = None
     """Makes a parser for one answer; None where text stays text."""
+    max_calls: int | None = None
+    """Most calls that an answer may have; None does not bound them."""
 
 
 def prepare_chat(model: Model, fields: ChatRequest, extra: Mapping[str, Any]) -> Prepared:
@@ -69,37 +71,53 @@ def prepare_chat(model: Model, fields: ChatRequest, extra: Mapping[str, Any]) ->
     }
     wish |= _template_wish(extra.get("chat_template_kwargs"), wish)
     options = chat.request_options(wish, keeps=("all",) if model.format == "k3" else ("last", "all"))
+    if not model.thinks:
+        options = replace(options, thinking=False, effort=None)
     if options.tool_choice == "required" and not tools:
         raise refuse("tool_choice: there is nothing to call; found `required` without tools; declare tools")
     messages = [message.model_dump(exclude_none=True) for message in fields.messages]
+    whole = [message for message in fields.messages if not message.partial]
     pictures = read_pictures(model, fields.messages)
     images = [chat.Image(picture.width, picture.height, picture.num_tokens) for picture in pictures]
     num_calls = sum(len(message.tool_calls or ()) for message in fields.messages)
     tokenizer = model.tokenizer
     num_notes = 0
-    is_opened = options.thinking
+    begun = fields.messages[-1] if fields.messages[-1].partial else None
+    is_held = (options.response_format or {}).get("type", "text") != "text" or isinstance(fields.tool_choice, Mapping)
+    if begun is not None and (is_held or options.tool_choice == "required"):
+        raise refuse(
+            "messages: a begun answer cannot be held to a form; found `partial` with response_format or a forced call; "
+            "leave one out"
+        )
+    has_begun_thinking = begun is not None and not begun.content and bool(begun.reasoning_content or begun.reasoning)
+    is_thinking = options.thinking and not (begun is not None and begun.content)
+    """Whether the model goes on inside its thinking, or may begin with it."""
+    is_opened = is_thinking
     if model.format == "k3":
         num_notes = (options.tool_choice != "auto") + ((options.response_format or {}).get("type", "text") != "text")
         prompt = chat.xtml.prompt(tokenizer, messages, options, images)
 
         def parser() -> Parser:
-            return chat.xtml_parser(tokenizer, thinking=options.thinking, num_calls=num_calls)
+            return chat.xtml_parser(tokenizer, thinking=is_thinking, num_calls=num_calls)
     else:
-        is_opened = opened = options.thinking and model.slot_token is not None  # K2.5's prompt opens it, K2 does so
+        opened = options.thinking and model.slot_token is not None  # K2.5 opens thinking in the prompt, K2 does not
         told = chat.K2Options(options.tools, options.thinking, options.keep, opened)
         prompt = chat.k2.prompt(tokenizer, messages, told, images)
 
+        is_opened = is_thinking and (opened or has_begun_thinking)
+
         def parser() -> Parser:
-            return chat.k2_parser(tokenizer, tools=options.tools, open_think=opened, num_calls=num_calls)
+            return chat.k2_parser(tokenizer, tools=options.tools, open_think=is_opened, num_calls=num_calls)
 
     return Prepared(
         prompt.ids,
         prompt.num_billed,
         options.thinking,
         media_of([pictures[number] for number in prompt.pictures], prompt.ids, model.slot_token),
-        borders_of(prompt.ids, tokenizer.control[ENDS[model.format]], fields.messages, num_notes),
-        structure_of(model, options, declared, fields, is_opened=is_opened),
+        borders_of(prompt.ids, tokenizer.control[ENDS[model.format]], whole, num_notes),
+        structure_of(model, replace(options, thinking=is_thinking), declared, fields, is_opened=is_opened),
         parser,
+        0 if options.tool_choice == "none" or not tools else 1 if fields.parallel_tool_calls is False else None,
     )
 
 
@@ -129,6 +147,14 @@ def check_messages(messages: Sequence[Message]) -> None:
             )
         if message.tools and message.content:
             raise refuse(f"{where}: a system message has content or tools; found both; send two messages")
+        if message.partial:
+            if message.role != "assistant" or number != len(messages) - 1:
+                raise refuse(
+                    f"{where}.partial: only the last message can be continued, and only an assistant's; found role "
+                    f"`{message.role}` at place {number} of {len(messages)}; leave it out"
+                )
+            if message.tool_calls:
+                raise refuse(f"{where}.tool_calls: a begun answer has text alone; found calls; leave one out")
         if message.role in ("system", "developer", "user") and message.content is None and not message.tools:
             raise refuse(f"{where}.content: is missing; found none; give text")
 
@@ -347,7 +373,7 @@ def _bias(model: Model, given: Mapping[str, float]) -> tuple[tuple[int, float], 
 
 
 def check_fixed(model: Model, body: Common, *, thinking: bool) -> None:
-    """Refuse sampling options other than the model's own.
+    """Refuse sampling options other than the model's own; a temperature up to 1 is the client's choice.
 
     Source: the parameter checks of Moonshot's vendor verifier.
     """
@@ -364,7 +390,7 @@ def check_fixed(model: Model, body: Common, *, thinking: bool) -> None:
     }
     for name, value in own.items():
         found = getattr(body, name)
-        if found is not None and found != value:
+        if found is not None and found != value and not (name == "temperature" and found <= 1):
             raise refuse(
                 f"{name}: this server keeps the model's own sampling; found `{found:g}`; leave it out or send {value:g}"
             )

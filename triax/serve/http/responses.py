@@ -1,6 +1,5 @@
 """`/v1/responses`, the part that needs no memory on the server: every request brings its whole conversation."""
 
-import json
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ from triax.serve.http.model import Model
 from triax.serve.http.output import Output
 from triax.serve.http.prompt import Prepared, check_fixed, prepare_chat, requests_of
 from triax.serve.http.schema import ChatRequest, Message
-from triax.serve.http.schema_responses import Item, ResponsesRequest
+from triax.serve.http.schema_responses import Item, ResponsesRequest, parts_of
 from triax.serve.request import Request
 
 
@@ -45,7 +44,7 @@ def router(face: Face) -> APIRouter:
             id_,
             body.max_output_tokens,
             deadline_s=deadline_s,
-            top_logprobs=body.top_logprobs,
+            top_logprobs=(body.top_logprobs or 0) if chat.logprobs else None,
         )
         answer = Responses(face, model, prepared, chat, requests, id_, body)
         if body.stream:
@@ -80,12 +79,13 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         response_format=form,
         reasoning_effort=effort,
         thinking=None,
-        logprobs=body.top_logprobs is not None,
+        logprobs=body.top_logprobs is not None or LOGPROBS in (body.include or ()),
         stream_options=None,
     )
 
 
 SPECIAL = {"tools", "tool_choice", "stream_options"}
+LOGPROBS = "message.output_text.logprobs"
 
 
 def _add(messages: list[Message], item: Item, where: str) -> None:
@@ -95,7 +95,7 @@ def _add(messages: list[Message], item: Item, where: str) -> None:
     if kind == "message":
         if item.role is None or item.content is None:
             raise refuse(f"{where}: a message needs role and content; found one without; give both")
-        parts = item.parts()
+        parts = parts_of(item.content)
         if item.role == "assistant" and last is not None and last.content is None and not last.tool_calls:
             last.content = parts
         else:
@@ -118,8 +118,9 @@ def _add(messages: list[Message], item: Item, where: str) -> None:
     else:
         if not item.call_id:
             raise refuse(f"{where}.call_id: is missing; found a call's output without it; give the id of its call")
-        output = item.output if isinstance(item.output, str) else json.dumps(item.output, ensure_ascii=False)
-        messages.append(Message(role="tool", tool_call_id=item.call_id, content=output))
+        if item.output is None:
+            raise refuse(f"{where}.output: is missing; found a call's output without it; give text or parts")
+        messages.append(Message(role="tool", tool_call_id=item.call_id, content=parts_of(item.output)))
 
 
 class Responses(Chat):
@@ -195,7 +196,7 @@ class Responses(Chat):
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
             "output": [] if status == "in_progress" else self.output.items,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None},
             "store": False,

@@ -1,22 +1,55 @@
 """Bodies of requests: strict types, every field with its range; unknown fields are refused, as the API's owners do."""
 
 import json
-from typing import Annotated, Any, Literal
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
 SEED = 2**63
 
 
-class Body(BaseModel):
+UNSUPPORTED = {
+    "audio": "answers are text",
+    "background": "wait for the answer, or stream it",
+    "context_management": "send the part of the conversation that the model shall read",
+    "function_call": "send tool_choice",
+    "functions": "send tools",
+    "max_tool_calls": "it bounds tools that the server runs, and there are none",
+    "prediction": "drafts come from the settings under drafting",
+    "prompt": "send the whole input",
+    "prompt_cache_retention": "prefixes stay as long as there is room",
+    "web_search_options": "declare a tool of your own",
+}
+"""Parameters of the API that are known and not supported, with what to do."""
+
+
+class Nullable(BaseModel):
+    """A table in which null says as much as leaving the name out, as clients in typed languages write it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict) or None not in tree.values():
+            return tree
+        return {name: value for name, value in tree.items() if value is not None or not cls._is_absent(name)}
+
+    @classmethod
+    def _is_absent(cls, name: str) -> bool:
+        if (known := cls.model_fields.get(name)) is None:
+            return name in UNSUPPORTED
+        return not known.is_required() and NoneType not in get_args(known.annotation)
+
+
+class Body(Nullable):
     """A table of a request."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-class Echoed(BaseModel):
+class Echoed(Nullable):
     """A table that clients send back as they got it, with fields that mean nothing to us."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
@@ -86,8 +119,8 @@ class Message(Echoed):
     name: str | None = None
     tools: list[Tree] | None = None
     """Tools that a system message adds in mid-session (K3)."""
-    partial: Literal[False] | None = None
-    """Continuing a begun answer is not supported."""
+    partial: bool | None = None
+    """Of the last message, an assistant's: continue this answer; what comes back is the rest alone."""
 
 
 class StreamOptions(Body):
@@ -137,6 +170,8 @@ class ChatRequest(Common):
     tools: list[Tree] | None = None
     tool_choice: str | Tree | None = None
     parallel_tool_calls: bool | None = None
+    """False lets the answer end with its first call."""
+    modalities: list[Literal["text"]] | None = None
     response_format: Tree | None = None
     reasoning_effort: str | None = None
     """low, high or max; none switches thinking off."""

@@ -1,6 +1,6 @@
 """The body of `POST /v1/responses`, as far as it is supported."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -30,24 +30,25 @@ class Item(Echoed):
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[Any] | None = None
-
-    def parts(self) -> str | list[Part] | None:
-        """Return the content of a message in the words of a chat."""
-        if not isinstance(self.content, list):
-            return self.content
-        if all(piece.image_url is None for piece in self.content):
-            return "".join(piece.text or "" for piece in self.content)
-        return [
-            Part(type="text", text=piece.text or "")
-            if piece.image_url is None
-            else Part(type="image_url", image_url=ImageUrl(url=piece.image_url))
-            for piece in self.content
-        ]
+    output: str | list[Piece] | None = None
 
     def thoughts(self) -> str:
         """Return the text of earlier thinking."""
         return "".join(piece.text or "" for piece in self.content) if isinstance(self.content, list) else ""
+
+
+def parts_of(content: str | list[Piece] | None) -> str | list[Part] | None:
+    """Return the content of a message, or a call's output, in the words of a chat."""
+    if not isinstance(content, list):
+        return content
+    if all(piece.image_url is None for piece in content):
+        return "".join(piece.text or "" for piece in content)
+    return [
+        Part(type="text", text=piece.text or "")
+        if piece.image_url is None
+        else Part(type="image_url", image_url=ImageUrl(url=piece.image_url))
+        for piece in content
+    ]
 
 
 class FunctionTool(Echoed):
@@ -100,7 +101,22 @@ class ResponsesRequest(Common):
     conversation: None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
-    include: list[str] | None = None
+    include: (
+        list[
+            Literal[
+                "message.output_text.logprobs",
+                "reasoning.encrypted_content",
+                "file_search_call.results",
+                "web_search_call.results",
+                "web_search_call.action.sources",
+                "message.input_image.image_url",
+                "computer_call_output.output.image_url",
+                "code_interpreter_call.outputs",
+            ]
+        ]
+        | None
+    ) = None
+    """Log-probabilities are told; thinking always comes in the clear, and of the rest there is nothing to tell."""
     parallel_tool_calls: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
