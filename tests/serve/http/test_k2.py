@@ -2,7 +2,9 @@
 
 import json
 
-from .conftest import tool
+import pytest
+
+from .conftest import Served, make_folder, tool
 
 CALL = (
     "Looking.<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
@@ -66,3 +68,52 @@ def test_added_tools_are_refused(k2_server):
     messages = [{"role": "system", "tools": [tool("f")]}, {"role": "user", "content": "x"}]
     response = k2_server.post("/v1/chat/completions", {"model": "m", "messages": messages})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "messages[0].tools")
+
+
+@pytest.fixture(scope="module")
+def plain_k2(tmp_path_factory):
+    """A K2 tokenizer as Kimi-K2-Instruct has it: without the tags of thinking."""
+    folder = make_folder(tmp_path_factory.mktemp("plain"), "k2")
+    path = folder / "tokenizer_config.json"
+    tree = json.loads(path.read_text())
+    added = tree["added_tokens_decoder"]
+    tree["added_tokens_decoder"] = {
+        number: entry for number, entry in added.items() if entry["content"] not in ("<think>", "</think>")
+    }
+    path.write_text(json.dumps(tree))
+    served = Served(folder)
+    yield served
+    assert served.stop() == 0
+
+
+def test_f40_a_model_without_the_tags_of_thinking_is_served(plain_k2):
+    name = plain_k2.script("plain", CALL)
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "y", "reasoning_content": "z"},
+        {"role": "user", "content": name},
+    ]
+    response = plain_k2.client().chat.completions.create(model="m", messages=messages, tools=[tool("f")])
+    assert response.choices[0].message.tool_calls[0].function.name == "f"
+    told = plain_k2.last()
+    assert "think" not in told["words"]
+    assert told["temperature"] == 0.6, "the published temperature of answers without thinking"
+
+
+def test_f41_a_form_holds_from_the_first_token_where_the_model_does_not_think(plain_k2):
+    messages = [{"role": "user", "content": "x"}]
+    form = {"type": "json_object"}
+    plain_k2.client().chat.completions.create(model="m", messages=messages, response_format=form)
+    assert plain_k2.last()["structure"][0] == "json_object"
+    assert not plain_k2.last()["after"]
+
+
+def test_f40_a_setting_tells_that_a_model_never_learned_to_think(start, tmp_path):
+    served = start("http.thinking=off", folder=make_folder(tmp_path / "k2", "k2"))
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "y"},
+        {"role": "user", "content": "z"},
+    ]
+    served.client().chat.completions.create(model="m", messages=messages)
+    assert "<think>" not in served.last()["words"]

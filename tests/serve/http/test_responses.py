@@ -1,7 +1,11 @@
 """`/v1/responses` through the official client, in one piece and as events."""
 
+import base64
+import io
+
 import openai
 import pytest
+from PIL import Image
 from pydantic import BaseModel
 
 from .conftest import called, said
@@ -97,6 +101,8 @@ def test_an_answer_that_is_cut_says_so(server):
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"background": True}, "background"),
+        ({"include": ["everything"]}, "include[0]"),
+        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"reasoning": {"effort": "medium"}}, "reasoning_effort"),
@@ -117,3 +123,47 @@ def test_what_is_not_supported_is_refused(server, fields, param):
 def test_a_wrong_model_is_not_found(server):
     with pytest.raises(openai.NotFoundError):
         server.client().responses.create(model="other", input="x")
+
+
+def png():
+    picture = io.BytesIO()
+    Image.new("RGB", (28, 28), "red").save(picture, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}"
+
+
+def test_f17_a_calls_output_may_be_parts(server):
+    name = server.script("f17", said("ok"))
+    parts = [{"type": "input_text", "text": "a cat: "}, {"type": "input_image", "image_url": png()}]
+    items = [
+        {"role": "user", "content": "x"},
+        {"type": "function_call", "name": "f", "call_id": "c", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": parts},
+        {"role": "user", "content": name},
+    ]
+    server.client().responses.create(model="m", input=items, tools=[TOOL])
+    told = server.last()
+    assert "<|sep|>a cat: <|media_begin|>image 28x28<|media_content|>" in told["words"]
+    assert len(told["media"]) == 1
+    assert "base64" not in told["words"]
+    items[2]["output"] = [{"type": "input_text", "text": "one, "}, {"type": "input_text", "text": "two"}]
+    server.client().responses.create(model="m", input=items, tools=[TOOL])
+    assert "<|sep|>one, two<|close|>" in server.last()["words"]
+
+
+def test_f17_a_picture_of_a_call_is_refused_where_the_model_does_not_see(k2_server):
+    items = [
+        {"type": "function_call", "name": "f", "call_id": "c", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": png()}]},
+    ]
+    response = k2_server.post("/v1/responses", {"model": "m", "input": items})
+    assert response.status_code == 400
+    assert "does not see" in response.json()["error"]["message"]
+
+
+def test_f18_log_probabilities_come_where_they_are_included(server):
+    name = server.script("f18i", said("Four."))
+    include = ["message.output_text.logprobs"]
+    response = server.client().responses.create(model="m", input=name, include=include)
+    assert response.output[-1].content[0].logprobs
+    response = server.client().responses.create(model="m", input=name, include=["reasoning.encrypted_content"])
+    assert not response.output[-1].content[0].logprobs

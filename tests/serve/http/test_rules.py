@@ -134,10 +134,6 @@ CASES = {
         form(name="\ud83d", schema={"type": "object"}),
         "response_format.json_schema.name",
     ),
-    "a begun answer": (
-        {"messages": [USER, {"role": "assistant", "content": "x", "partial": True}]},
-        "messages[1].partial",
-    ),
     "sound": (
         {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
         "messages[0].content[0].type",

@@ -12,14 +12,18 @@ SEED = 2**63
 
 
 UNSUPPORTED = {
+    "access_programs": "there are none",
     "audio": "answers are text",
-    "background": "wait for the answer, or stream it",
+    "background_options": "wait for the answer, or stream it",
     "context_management": "send the part of the conversation that the model shall read",
     "function_call": "send tool_choice",
     "functions": "send tools",
+    "image": "answers are text",
     "max_tool_calls": "it bounds tools that the server runs, and there are none",
+    "moderation": "ask a model for it",
     "prediction": "drafts come from the settings under drafting",
     "prompt": "send the whole input",
+    "prompt_cache_options": "prefixes stay as long as there is room",
     "prompt_cache_retention": "prefixes stay as long as there is room",
     "web_search_options": "declare a tool of your own",
 }
