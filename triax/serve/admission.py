@@ -160,10 +160,11 @@ class Admission:
         """
         if len(self.running) >= self.most_running or match.is_pending:
             return None
-        request, manager = sequence.request, self.manager
-
-        def admit(found: Match) -> Holding | None:
-            return manager.admit(
+        request, tried = sequence.request, [match]
+        if match.snapshot is not None and not self.running:
+            tried.append(Match(match.root, match.path, match.matched))
+        for found in tried:
+            holding = self.manager.admit(
                 sequence.number,
                 sequence.keys,
                 request.cache_salt,
@@ -172,11 +173,9 @@ class Admission:
                 spare=len(self.running) + 1 if self.running else 0,
                 borders=request.borders,
             )
-
-        holding = admit(match)
-        if holding is None and match.snapshot is not None and not self.running:
-            return admit(Match(match.root, match.path, match.matched))
-        return holding
+            if holding is not None:
+                return holding
+        return None
 
     def _reclaim(self, sequence: Sequence) -> bool:
         """Take memory back for a sequence that comes first or whose class gets less than its share."""
