@@ -33,6 +33,21 @@ def install_command(extra: str) -> str:
     return f"pip install 'triax[{extra}]'"
 
 
+def wait_passively() -> None:
+    """Let compute threads sleep while they wait for work; call it before torch is imported.
+
+    By default they spin, and threads that spin on cores that another program wants make a step many times slower. What
+    the user has set stays. It holds for the whole process and those that it starts, so only programs call this.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
+def waits_passively() -> bool:
+    """Return whether compute threads of this process sleep while they wait for work."""
+    return os.environ.get("OMP_WAIT_POLICY", "").strip().upper() == "PASSIVE"
+
+
 def cores() -> int:
     """Return how many cores this process may use: its affinity and its container's quota, not the whole machine."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -72,6 +87,12 @@ def thread_warnings(num_threads: int, num_cores: int) -> list[str]:
     """
     asked = {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ}
     where = f" (set by {', '.join(f'{name}={value}' for name, value in asked.items())})" if asked else ""
+    policy = os.environ.get("OMP_WAIT_POLICY", "").strip()
+    if policy and not waits_passively():
+        return [
+            f"threads: they spin while they wait (set by OMP_WAIT_POLICY={policy}), which costs dearly beside other "
+            "programs; set OMP_WAIT_POLICY=PASSIVE, or leave it out"
+        ]
     most = max([num_threads, *(int(value) for value in asked.values() if value.isdigit())])
     if most > num_cores:
         return [

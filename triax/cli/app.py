@@ -25,6 +25,7 @@ from triax.cli import (
 )
 from triax.cli.extra import absent
 from triax.errors import TriaxError, UnsupportedError
+from triax.machine import wait_passively
 
 FULL_OR_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
@@ -79,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: Words after `triax`; those of the shell if not given.
     """
     _take_any_text()
+    wait_passively()
     try:
         app(args=arguments)
     except TriaxError as problem:

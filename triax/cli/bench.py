@@ -33,12 +33,15 @@ def serve(
 ) -> None:
     """Load a server and tell times to tokens, throughput, errors and reuse of prefixes."""
     import json
+    import signal
 
     from triax.cli.extra import needs
     from triax.cli.progress import REQUESTS, Count
 
     with needs("serve", "bench"):
         from triax.serve import bench as room
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     load = room.Load(requests, concurrency, rate, prompt, answer, turns, shared, seconds, pause, seed)
     room.check_files(out, plot)
     with Count("bench", None if seconds else requests, REQUESTS) as progress:

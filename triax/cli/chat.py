@@ -48,7 +48,8 @@ def chat(
         say(HELP)
         warmth = 0.7 if temperature is None else temperature
         manner = Manner(tokens=max_tokens or 128, temperature=warmth, seed=seed or 0)
-        talk(speaker, _lines(), _write, say, manner)
+        if not talk(speaker, _lines(), _write, say, manner) and not sys.stdin.isatty():
+            raise typer.Exit(1)
         return
     options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "reasoning_effort": effort}
     say(f"{speaker.name} listens; /help tells more")
@@ -58,6 +59,8 @@ def chat(
     conversation.hold(_lines())
     if callable(close := getattr(speaker, "close", None)):
         close()
+    if conversation.num_failures and not conversation.num_answers and not sys.stdin.isatty():
+        raise typer.Exit(1)
 
 
 def _speaker(model: str, key: str, device: str) -> "Engine | Remote | Local":

@@ -76,6 +76,10 @@ class Conversation:
     system: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)
     pictures: list[dict[str, Any]] = field(default_factory=list)
+    num_answers: int = 0
+    """Answers that came, whole or stopped."""
+    num_failures: int = 0
+    """Answers that failed."""
 
     def hold(self, lines: Iterable[str]) -> None:
         """Answer line after line until they end or one says `/quit`."""
@@ -165,8 +169,10 @@ class Conversation:
         except TriaxError as problem:
             self.write("\n")
             self.say(str(problem))
+            self.num_failures += 1
             return  # as if it had not been asked
         self.write("\n")
+        self.num_answers += 1
         if trouble:
             self.say(trouble)
         self.pictures.clear()

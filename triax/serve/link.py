@@ -1,11 +1,14 @@
 """The API process's end of the engine: starts its process, carries requests to it, restarts it when it dies."""
 
 import asyncio
+import fcntl
 import itertools
 import os
+import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -29,11 +32,33 @@ SIGN_OF_LIFE_S = 10.0
 """Longest silence towards a client that waits."""
 AGAIN = -1
 """Number of the question by which a new process gets the weights of the one before it."""
+SOCKETS = "triax-serve-"
+"""What the names of folders begin with that hold the socket of an engine."""
+YOUNG_S = 10.0
+"""Seconds in which a folder of sockets is not swept."""
 STOP_S = 30.0
 """Seconds that the engine gets to save what outlives it."""
 
 Status = Literal["loading", "ready", "restarting", "failed", "stopped"]
 log = logger("serve")
+
+
+def sweep() -> None:
+    """Remove folders of sockets that servers left which were killed: a live server holds a lock on its own."""
+    for path in Path(tempfile.gettempdir()).glob(f"{SOCKETS}*"):
+        try:
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:  # another user's, or gone
+            continue
+        try:
+            is_young = time.time() - os.fstat(folder).st_mtime < YOUNG_S  # its server may be about to lock it
+            if os.fstat(folder).st_uid == os.getuid() and not is_young:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+        except OSError:  # a live server's
+            pass
+        finally:
+            os.close(folder)
 
 
 class EngineLost(TriaxError):
@@ -120,7 +145,10 @@ class Link:
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="triax-")
+        sweep()
+        self._folder = tempfile.TemporaryDirectory(prefix=SOCKETS)
+        self._lock = os.open(self._folder.name, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._task: asyncio.Task[None] | None = None
         self._vain = 0
         self._given: dict[str, str] | None = None
@@ -136,9 +164,24 @@ class Link:
         """Process of the engine."""
         return self._process.pid if self._process is not None else None
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the engine's process is there but has been stopped (SIGSTOP, a debugger): then nobody is served."""
+        try:
+            text = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:  # it is not there, or this system does not tell
+            return False
+        return text.rpartition(")")[2].split()[0] in ("T", "t")
+
     def start(self) -> None:
         """Begin to start the engine; `status` tells how far it is."""
         self._task = asyncio.create_task(self._supervise())
+
+    def end(self) -> None:
+        """End the engine now, saved or not, and every request with it."""
+        self._change("stopped")
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
 
     async def stop(self) -> None:
         """Let the engine save what outlives it, and end it; requests that still run fail."""
@@ -158,6 +201,9 @@ class Link:
                 await self._task
         self._context.destroy(linger=0)
         self._folder.cleanup()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     async def updates(self, requests: Sequence[Request]) -> AsyncGenerator[list[tuple[str, Update]], None]:
         """Run requests and yield their updates, as many at a time as have come; leaving early ends them.
@@ -373,7 +419,12 @@ class Link:
         if self.status not in ("stopped", "failed"):
             self.num_deaths += 1
             log.error("engine: its process ended; found %s; it is started again", found)
-        lost = EngineLost(f"engine: its process ended; found {found}; the server restarts it: send the request again")
+        if self.status == "stopped":
+            lost: TriaxError = EngineAbsent("server: is shutting down; send the request again to another server")
+        else:
+            lost = EngineLost(
+                f"engine: its process ended; found {found}; the server restarts it: send the request again"
+            )
         self._running.clear()
         for box in set(self._boxes.values()):
             box.fail(lost)

@@ -22,6 +22,7 @@ import zmq
 from triax.config.serve import Serve
 from triax.errors import ConfigError, TriaxError, UnsupportedError
 from triax.log import logger
+from triax.machine import wait_passively
 from triax.serve import wire
 from triax.serve.forms import Forms
 from triax.serve.request import Request
@@ -221,6 +222,7 @@ def settle() -> None:
 
 def main(address: str, parent: int) -> int:
     """Connect, load the model, serve until the parent is gone or says so. Returns the exit status."""
+    wait_passively()
     for kind in (signal.SIGINT, signal.SIGTERM):  # the API process decides when to end
         signal.signal(kind, signal.SIG_IGN)
     logging.basicConfig(format="engine: %(message)s")

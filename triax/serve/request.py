@@ -1,6 +1,8 @@
 """What crosses the border of the engine: a request goes in, updates come out; plain data, without torch."""
 
+from array import array
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from triax.errors import ConfigError
@@ -29,6 +31,11 @@ class Sampling:
     """Divides positive and multiplies negative logits of tokens in prompt or answer; above 0."""
     bias: tuple[tuple[int, float], ...] = ()
     """Tokens with what is added to their logits, in [-100, 100]."""
+
+    @cached_property
+    def bias_columns(self) -> tuple[array, array]:
+        """The biased tokens and what is added to each, side by side: made once, since every step reads them."""
+        return array("q", (token for token, _ in self.bias)), array("d", (value for _, value in self.bias))
 
     def __post_init__(self) -> None:
         bounds = {

@@ -109,8 +109,10 @@ def adjusted(
 def _adjust(score: Float[Tensor, " V"], draw: Draw) -> None:
     """Change one row's scores in place."""
     how = draw.how
-    for token, value in how.bias:
-        score[token] += value
+    if how.bias:
+        tokens, values = how.bias_columns
+        places = torch.frombuffer(tokens, dtype=torch.long).to(score.device)
+        score.index_add_(0, places, torch.frombuffer(values, dtype=torch.float64).to(score.device, score.dtype))
     if how.repetition_penalty != 1 and (draw.prompt or draw.answer):
         said = {token for token in (*draw.prompt, *draw.answer) if token < len(score)}
         seen = torch.tensor(sorted(said), dtype=torch.long, device=score.device)

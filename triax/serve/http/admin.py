@@ -35,8 +35,12 @@ def router(face: Face) -> APIRouter:
     async def health() -> JSONResponse:
         """Tell whether requests are answered, or how far loading is."""
         status = "draining" if face.is_draining else "ok" if link.status == "ready" else link.status
+        if status == "ok" and link.lack:
+            status = "lacks weights"
+        if status == "ok" and link.is_frozen:
+            status = "engine stopped"
         told = {
-            "status": "lacks weights" if status == "ok" and link.lack else status,
+            "status": status,
             "stage": link.stage,
             "progress": round(link.share, 4),
             "engine_restarts": link.num_deaths,

@@ -147,6 +147,8 @@ class Chat:
                         choice |= self._extras(turn, turn.tokens[sent[number] :])
                         sent[number] = len(turn.tokens)
                     yield event(head | {"choices": [choice]} | rest)
+                if not deltas:
+                    yield b""
         if has_usage:
             yield event(head | {"choices": [], "usage": usage_tree(self.prepared, self.turns)})
         yield DONE

@@ -24,7 +24,7 @@ from triax.serve.http.answer import unless_gone
 from triax.serve.http.fault import Fault, fault_of
 from triax.serve.http.metrics import Meter
 from triax.serve.http.model import Model, open_model
-from triax.serve.link import EngineAbsent, Link
+from triax.serve.link import SIGN_OF_LIFE_S, EngineAbsent, Link
 
 T = TypeVar("T")
 LARGE = 1 << 16
@@ -148,12 +148,23 @@ class Face:
 
 
 async def _with_faults(first: bytes, chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """Yield all chunks; a failure on the way is the last of them."""
+    """Yield all chunks, and signs of life between empty ones; a failure on the way is the last of them.
+
+    An engine at work is no sign of life for a client: tokens may come that tell it nothing for minutes.
+    """
+    told = time.monotonic()
     async with aclosing(chunks):
-        yield first
+        if first:
+            yield first
         try:
             async for chunk in chunks:
-                yield chunk
+                if chunk:
+                    yield chunk
+                elif time.monotonic() - told < SIGN_OF_LIFE_S:
+                    continue
+                else:
+                    yield SIGN_OF_LIFE
+                told = time.monotonic()
         except TriaxError as problem:
             yield event(fault_of(problem).tree())
 

@@ -11,7 +11,7 @@ from triax.data.chat.family import Format, chat_format
 from triax.data.chat.k2 import THINK
 from triax.data.kimi import KimiTokenizer
 from triax.data.tokenizer import Tokenizer
-from triax.errors import ConfigError, DataError
+from triax.errors import CheckpointError, ConfigError, DataError
 from triax.serve.wire import Facts
 
 THINKING = (1.0, 0.95)
@@ -78,6 +78,8 @@ def open_tokenizer(folder: Path) -> Tokenizer | KimiTokenizer:
         CheckpointError: There is none.
         DataError: Its files cannot be used.
     """
+    if not folder.exists():
+        raise CheckpointError(f"{folder}: no such folder; name a run, one of its checkpoints, or released weights")
     run_dir = folder.resolve().parents[1] if len(folder.resolve().parents) > 1 else folder
     if not has_tokenizer(folder) and has_tokenizer(run_dir):
         return load_tokenizer(run_dir)  # of one checkpoint of a run

@@ -160,6 +160,8 @@ class Responses(Chat):
                 continue
             for one in told:
                 yield self._event(one)
+            if not told:
+                yield b""
         status = self._status()
         yield self._event({"type": f"response.{status}", "response": self._tree(status)})
 

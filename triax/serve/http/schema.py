@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
+MAX_BIASES = 4096
 SEED = 2**63
 
 
@@ -147,7 +148,9 @@ class Common(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None = (
+        None
+    )
     """Tokens, written as numbers, with what is added to their logits."""
     seed: Annotated[int, Field(ge=-SEED, lt=SEED)] | None = None
     stop: Stop | None = None

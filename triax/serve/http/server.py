@@ -14,6 +14,7 @@ from triax.config.serve import Serve
 from triax.errors import CheckpointError, ConfigError, TriaxError
 from triax.log import logger
 from triax.serve.http.app import make_app
+from triax.serve.http.connection import HTTP, most_connections, tell_briefly
 from triax.serve.http.face import Face
 from triax.serve.http.model import check_settings, open_tokenizer
 from triax.serve.link import MAKER, Link
@@ -33,9 +34,9 @@ class Server(uvicorn.Server):
         self._drain: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take a signal: the first one drains, the second one ends at once."""
+        """Take a signal: the first one drains, the second one ends what still runs, whose clients are told so."""
         if self.face.is_draining:
-            self.should_exit = self.force_exit = True
+            self._loop.call_soon_threadsafe(self.face.link.end)
         self.face.is_draining = True
         self._loop.call_soon_threadsafe(self.drain, signal.Signals(sig).name)
 
@@ -85,12 +86,15 @@ def run(
 async def _serve(face: Face, listener: socket.socket, say: Callable[[str], None]) -> None:
     config = uvicorn.Config(
         make_app(face),
+        http=HTTP,
         log_level="warning",
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=5,
+        limit_concurrency=most_connections(),
     )
+    asyncio.get_running_loop().set_exception_handler(tell_briefly)
     server = Server(config, face)
     link = face.link
     link.start()
