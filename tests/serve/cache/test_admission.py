@@ -79,3 +79,56 @@ def test_f11_whatever_fits_an_empty_pool_starts_after_any_three_requests(simulat
     pairs = list(product(ASKED, (False, True)))
     for number, asked in enumerate(product(pairs, pairs, pairs)):
         tried(simulation, pool, asked, depth=1 + number % 2)
+
+
+def test_a_prompt_waits_for_another_one_only_if_all_before_the_snapshot_is_equal(simulation):
+    session = simulation.Session(pages=60, page_tokens=4, step_tokens=8, mixed_prefill_tokens=8, max_running=8)
+    leader = [*range(30), 7]
+    session.add(leader, 2, borders=(24,))
+    session.plan()
+    session.add([49, *leader[1:]], 2)  # another first token, the same ones before the snapshot
+    session.plan()
+    assert session.scheduler.admission.num_deferred == 0
+    session.commit()
+    session.run()
+    session = simulation.Session(pages=60, page_tokens=4, step_tokens=8, mixed_prefill_tokens=8, max_running=8)
+    session.add(leader, 2, borders=(24,))
+    session.plan()
+    session.add([*leader, 9], 2)
+    session.plan()
+    assert session.scheduler.admission.num_deferred > 0
+    session.commit()
+    session.run()
+
+
+def test_a_prompt_waits_for_none_of_another_salt(simulation):
+    session = simulation.Session(pages=60, page_tokens=4, step_tokens=8, mixed_prefill_tokens=8, max_running=8)
+    session.add(range(31), 2, borders=(24,), cache_salt="one")
+    session.plan()
+    session.add(range(32), 2, cache_salt="two")
+    session.plan()
+    assert session.scheduler.admission.num_deferred == 0
+    session.commit()
+    session.run()
+
+
+def test_what_becomes_free_is_for_one_that_was_refused_too_often(simulation, monkeypatch):
+    from triax.serve import admission
+
+    monkeypatch.setattr(admission, "MOST_REFUSALS", 3)
+    session = simulation.Session(pages=9, slots=8, prefixes=None)
+    session.add([1] * 4, 12)
+    session.plan()
+    session.commit()
+    large = session.add([2] * 26, 2)
+    order = []
+    for number in range(12):
+        session.add([3 + number] * 3, 4)
+        for _ in range(2):
+            if session.plan():
+                session.commit()
+    while session.scheduler.has_work:
+        session.plan()
+        session.commit()
+    order = list(session.ended)
+    assert order.index(large) < 8, order

@@ -185,3 +185,54 @@ def test_shares_beyond_the_whole_are_refused():
         Scheduling(classes={"long": {"share": 1.0}})
     with pytest.raises(ValueError, match="more than step_tokens"):
         Scheduling(step_tokens=4, max_running=5)
+
+
+def test_a_deadline_passes_at_its_very_second(simulation):
+    session = simulation.Session()
+    name = session.add([1, 2], 20, deadline_s=3.0)
+    session.now = 3.0 - 1e-6
+    assert not session.scheduler.is_late
+    assert session.scheduler.expired() == []
+    session.now = 3.0
+    assert session.scheduler.is_late
+    assert session.scheduler.expired() == [session.sequence(name).number]
+    assert session.scheduler.expired() == [], "it is told once"
+
+
+def test_equal_priorities_run_in_their_order_and_a_class_within_its_own(simulation):
+    session = simulation.Session(pages=12, slots=2, max_running=1)
+    names = [session.add([seed] * 6, 2, priority=priority) for seed, priority in enumerate((1, 0, 1, 0))]
+    session.run()
+    assert list(session.ended) == [names[1], names[3], names[0], names[2]]
+
+
+def test_the_last_request_that_may_wait_is_taken_and_those_that_run_do_not_count(simulation):
+    session = simulation.Session(max_waiting=1, slots=3, max_running=2)
+    for seed in range(2):
+        session.add([seed, 1], 4)
+    session.plan()
+    assert session.scheduler.num_waiting == 0
+    for seed in range(2):
+        session.add([seed, 2], 4)
+    with pytest.raises(CapacityError, match="too many requests wait; found 2"):
+        session.add([1], 1)
+    session.commit()
+    session.run()
+
+
+def test_a_sequence_that_failed_too_often_is_given_up_and_no_sooner(simulation):
+    session = simulation.Session()
+    name = session.add([1, 2, 3], 4)
+    for count in range(3):
+        assert session.plan() is not None
+        session.fail()
+        assert (name in session.ended) == (count == 2)
+
+
+def test_a_sequence_that_failed_once_goes_on(simulation):
+    session = simulation.Session()
+    name = session.add([1, 2, 3], 4)
+    session.plan()
+    session.fail()
+    session.run()
+    assert session.ended == {name: "stop"}

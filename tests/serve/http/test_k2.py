@@ -105,7 +105,7 @@ def test_f41_a_form_holds_from_the_first_token_where_the_model_does_not_think(pl
     form = {"type": "json_object"}
     plain_k2.client().chat.completions.create(model="m", messages=messages, response_format=form)
     assert plain_k2.last()["structure"][0] == "json_object"
-    assert not plain_k2.last()["after"]
+    assert plain_k2.last()["thinking"] == ""
 
 
 def test_f40_a_setting_tells_that_a_model_never_learned_to_think(start, tmp_path):

@@ -90,8 +90,8 @@ def prepare_chat(model: Model, fields: ChatRequest, extra: Mapping[str, Any]) ->
             "leave one out"
         )
     has_begun_thinking = begun is not None and not begun.content and bool(begun.reasoning_content or begun.reasoning)
+    # whether the model goes on inside its thinking, or may begin with it
     is_thinking = options.thinking and not (begun is not None and begun.content)
-    """Whether the model goes on inside its thinking, or may begin with it."""
     is_opened = is_thinking
     if model.format == "k3":
         num_notes = (options.tool_choice != "auto") + ((options.response_format or {}).get("type", "text") != "text")
@@ -103,7 +103,6 @@ def prepare_chat(model: Model, fields: ChatRequest, extra: Mapping[str, Any]) ->
         opened = options.thinking and model.slot_token is not None  # K2.5 opens thinking in the prompt, K2 does not
         told = chat.K2Options(options.tools, options.thinking, options.keep, opened)
         prompt = chat.k2.prompt(tokenizer, messages, told, images)
-
         is_opened = is_thinking and (opened or has_begun_thinking)
 
         def parser() -> Parser:
