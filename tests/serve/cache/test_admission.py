@@ -82,7 +82,7 @@ def test_f11_whatever_fits_an_empty_pool_starts_after_any_three_requests(simulat
 
 
 def test_a_prompt_waits_for_another_one_only_if_all_before_the_snapshot_is_equal(simulation):
-    session = simulation.Session(pages=60, page_tokens=4, step_tokens=8, mixed_prefill_tokens=8, max_running=8)
+    session = simulation.Session(pages=60, page_tokens=4)
     leader = [*range(30), 7]
     session.add(leader, 2, borders=(24,))
     session.plan()
@@ -91,7 +91,7 @@ def test_a_prompt_waits_for_another_one_only_if_all_before_the_snapshot_is_equal
     assert session.scheduler.admission.num_deferred == 0
     session.commit()
     session.run()
-    session = simulation.Session(pages=60, page_tokens=4, step_tokens=8, mixed_prefill_tokens=8, max_running=8)
+    session = simulation.Session(pages=60, page_tokens=4)
     session.add(leader, 2, borders=(24,))
     session.plan()
     session.add([*leader, 9], 2)
@@ -102,7 +102,7 @@ def test_a_prompt_waits_for_another_one_only_if_all_before_the_snapshot_is_equal
 
 
 def test_a_prompt_waits_for_none_of_another_salt(simulation):
-    session = simulation.Session(pages=60, page_tokens=4, step_tokens=8, mixed_prefill_tokens=8, max_running=8)
+    session = simulation.Session(pages=60, page_tokens=4)
     session.add(range(31), 2, borders=(24,), cache_salt="one")
     session.plan()
     session.add(range(32), 2, cache_salt="two")
