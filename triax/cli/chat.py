@@ -48,8 +48,7 @@ def chat(
         say(HELP)
         warmth = 0.7 if temperature is None else temperature
         manner = Manner(tokens=max_tokens or 128, temperature=warmth, seed=seed or 0)
-        if not talk(speaker, _lines(), _write, say, manner) and not sys.stdin.isatty():
-            raise typer.Exit(1)
+        talk(speaker, _lines(), _write, say, manner)
         return
     options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "reasoning_effort": effort}
     say(f"{speaker.name} listens; /help tells more")

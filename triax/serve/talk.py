@@ -53,8 +53,8 @@ class Manner:
 
 def talk(
     engine: Continues, lines: Iterable[str], write: Callable[[str], None], say: Callable[[str], None], manner: Manner
-) -> bool:
-    """Continue line after line until they end or one says `/quit`; return whether any text came, or none was asked for.
+) -> None:
+    """Continue line after line until they end or one says `/quit`.
 
     Args:
         engine: What continues.
@@ -63,11 +63,11 @@ def talk(
         say: Takes a line that is about the conversation, not part of it.
         manner: How texts are continued at first.
     """
-    document, num_texts, num_failures = "", 0, 0
+    document = ""
     for line in lines:
         word, _, rest = line.strip().partition(" ")
         if word == "/quit":
-            break
+            return
         if word == "/help":
             say(HELP)
         elif word == "/set":
@@ -80,21 +80,15 @@ def talk(
             if line.strip():
                 document = line.replace("\\n", "\n").replace("\\t", "\t")
                 write(document)
-            text = _continue(engine, document, write, say, manner)
-            if text is None:
-                num_failures += 1
-                continue
-            document, num_texts = document + text, num_texts + 1
+            document += _continue(engine, document, write, say, manner)
             manner = replace(manner, seed=manner.seed + 1)
-    return num_texts > 0 or not num_failures
 
 
 def _continue(
     engine: Continues, document: str, write: Callable[[str], None], say: Callable[[str], None], manner: Manner
-) -> str | None:
-    """Return what was written; None where it failed before anything was."""
+) -> str:
     pieces: list[str] = []
-    trouble, has_failed = "", False
+    trouble = ""
     try:
         for piece in engine.stream(
             document,
@@ -111,11 +105,10 @@ def _continue(
         trouble = "stopped"
     except TriaxError as problem:
         trouble = str(problem)
-        has_failed = True
     write("\n")
     if trouble or not pieces:
         say(trouble or "the model ended the text here")
-    return None if has_failed and not pieces else "".join(pieces)
+    return "".join(pieces)
 
 
 def _set(manner: Manner, word: str, say: Callable[[str], None]) -> Manner:
