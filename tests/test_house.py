@@ -32,6 +32,7 @@ LONGER_FOR_A_REASON = {
     "tests/serve/test_json_schema.py": "a case for every keyword of JSON schemas, and every way to refuse one",
     "triax/serve/json_schema.py": "what every keyword of JSON schemas means, and how they are joined",
     "triax/serve/schema_grammar.py": "the grammar of every type that JSON schemas describe, on one table of helpers",
+    "triax/serve/link.py": "one engine process at a time: its start, its requests, its end, and what the last one left",
     "tests/sandbox/test_host.py": "everything that an owner keeps or ends, each a case of a few lines",
     "tests/sandbox/test_server_sdk.py": "everything that the stock SDK asks, each a case of a few lines",
 }
