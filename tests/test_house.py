@@ -1,4 +1,4 @@
-"""The house holds itself to its own rules: file lengths, names, and documents that run."""
+"""The house holds itself to its own rules: names, and documents that run."""
 
 import importlib.util
 import os
@@ -18,37 +18,9 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted(path for folder in ("triax", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
-LONGEST = 400
-LONGER_FOR_A_REASON = {
-    "tests/checkpoint/test_convert.py": "every way that a conversion goes or stops, each a case of a few lines",
-    "tests/checkpoint/test_released.py": "every fault that a file of weights can have, each a case of a few lines",
-    "tests/data/test_image.py": "every kind of picture file, each a case of a few lines",
-    "tests/data/test_kimi_tokenizer.py": "every corner of one published format, each a case of a few lines",
-    "tests/data/test_xtml_parser.py": "every corner of one published format, each a case of a few lines",
-    "triax/cli/sandbox.py": "all verbs of sandboxes, each a few lines",
-    "triax/sandbox/sandbox.py": "everything that a user does with one sandbox",
-    "triax/sandbox/protocol.py": "the words that every backend, the server and its clients share",
-    "triax/sandbox/backend/gvisor/machine.py": "the whole life of one machine",
-    "tests/serve/test_json_schema.py": "a case for every keyword of JSON schemas, and every way to refuse one",
-    "triax/serve/json_schema.py": "what every keyword of JSON schemas means, and how they are joined",
-    "triax/serve/schema_grammar.py": "the grammar of every type that JSON schemas describe, on one table of helpers",
-    "triax/serve/link.py": "one engine process at a time: its start, its requests, its end, and what the last one left",
-    "tests/sandbox/test_host.py": "everything that an owner keeps or ends, each a case of a few lines",
-    "tests/sandbox/test_server_sdk.py": "everything that the stock SDK asks, each a case of a few lines",
-}
-
 
 def name_of(path):
     return path.relative_to(ROOT).as_posix()
-
-
-def test_no_file_is_longer_than_a_person_reads_in_one_go():
-    too_long = {
-        name_of(path): lines
-        for path in SOURCES
-        if (lines := len(path.read_text().splitlines())) > LONGEST and name_of(path) not in LONGER_FOR_A_REASON
-    }
-    assert not too_long
 
 
 def test_no_file_is_named_after_nothing():

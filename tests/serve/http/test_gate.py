@@ -81,7 +81,7 @@ def gate_of(**http):
     return Gate(app, Serve.model_validate({"http": http}).http, lambda scope, status: None)
 
 
-def test_a_rate_is_each_keys_own_or_each_addresss_where_there_are_none():
+def test_a_rate_is_each_keys_own_or_an_address_s_where_there_are_none():
     gate = gate_of(requests_per_minute=2, api_keys=["one", "two"])
     assert [passed({}, key="one", gate=gate) for _ in range(3)] == [200, 200, 429]
     assert passed({}, key="one", client=("10.0.0.2", 1), gate=gate) == 429, "another address of the same key"
