@@ -67,9 +67,8 @@ check: $(DEV)
 	$(BIN)/lint-imports
 	$(BIN)/typos
 
-# Real servers and machines beside each other may starve each other once: a failure is tried again, and both are told.
 test: check $(PACKAGES)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q --reruns 1
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 
 soak: $(DEV) $(PACKAGES)
 	$(BIN)/python -m pytest -q -m "not soak and not gpu and not compiled" --hypothesis-profile=soak --timeout=7200
