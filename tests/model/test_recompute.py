@@ -47,19 +47,17 @@ def randn(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def unit(*shape):
-    return F.normalize(randn(*shape), dim=-1)
-
-
 EXPERT = torch.stack([torch.randperm(4)[:2] for _ in range(24)])
 OPERATIONS = {
     "kda": (
-        lambda q, k, v, g, b, s: kda.kda(q, k, v, -F.softplus(g), b.sigmoid(), s, LAYOUT.starts)[:2],
-        [randn(24, 2, 8), unit(24, 2, 8), randn(24, 2, 12), randn(24, 2, 8), randn(24, 2), randn(4, 2, 8, 12)],
+        lambda q, k, v, g, b, s: kda.kda(q, F.normalize(k, dim=-1), v, -F.softplus(g), b.sigmoid(), s, LAYOUT.starts)[
+            :2
+        ],
+        [*(randn(24, 2, 32) for _ in range(4)), randn(24, 2), randn(4, 2, 32, 32)],
     ),
     "short_conv": (
-        lambda x, w, window: short_conv.short_conv(x, w, window, LAYOUT.starts)[0],
-        [randn(24, 6), randn(6, 4), randn(4, 3, 6)],
+        lambda x, w: short_conv.short_conv(x, w, x.new_zeros(4, 3, 16), LAYOUT.starts)[0],
+        [randn(24, 16), randn(16, 4)],
     ),
     "mla": (
         lambda q, k, v: mla.attend(q, k, v, LAYOUT.starts, LAYOUT.starts, 0.3, with_largest=True)[0],
@@ -67,7 +65,7 @@ OPERATIONS = {
     ),
     "moe": (
         lambda x, share, *w: moe.experts(x, Routing(EXPERT, share), ExpertWeights(*w), SituGlu(4.0, 25.0)),
-        [randn(24, 8), torch.rand(24, 2).double(), randn(4, 6, 8), randn(4, 6, 8), randn(4, 8, 6)],
+        [randn(24, 16), torch.rand(24, 2).double(), randn(4, 32, 16), randn(4, 32, 16), randn(4, 16, 32)],
     ),
     "attention_residual": (
         lambda a, b, c, norm, query: attention_residual.mix([a, b, c], norm, query, 1e-5)[0],
