@@ -50,9 +50,9 @@ def randn(*shape):
 EXPERT = torch.stack([torch.randperm(4)[:2] for _ in range(24)])
 OPERATIONS = {
     "kda": (
-        lambda q, k, v, g, b, s: kda.kda(q, F.normalize(k, dim=-1), v, -F.softplus(g), b.sigmoid(), s, LAYOUT.starts)[
-            :2
-        ],
+        lambda q, k, v, decay, beta, state: kda.kda(
+            q, F.normalize(k, dim=-1), v, -F.softplus(decay), beta.sigmoid(), state, LAYOUT.starts
+        )[:2],
         [*(randn(24, 2, 32) for _ in range(4)), randn(24, 2), randn(4, 2, 32, 32)],
     ),
     "short_conv": (
