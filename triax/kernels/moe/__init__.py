@@ -14,7 +14,6 @@ from triax.kernels.moe.weights import with_gradients
 from triax.kernels.routed import ExpertWeights, Routing
 
 
-@torch.compiler.disable  # its sizes follow from the routing, which a compiled graph does not know
 def experts(
     hidden: Float[Tensor, "T L"],
     routing: Routing,
@@ -38,6 +37,21 @@ def experts(
         sums: Buffers to which the gradients of the weights are added, in the format of each; the weights then receive
             none. Spares writing and reading them once more for every microbatch.
     """
+    given = (hidden, routing, weights, activation, beside, rounded, sums)
+    if torch.compiler.is_compiling():  # a compiled graph does not know the sizes that follow from the routing
+        return torch.compiler.disable(_experts)(*given)
+    return _experts(*given)
+
+
+def _experts(
+    hidden: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    activation: Activation,
+    beside: Tensor | None,
+    rounded: ExpertWeights | None,
+    sums: ExpertWeights | None,
+) -> Tensor:
     expert, share = routing
     if mode() != "fast":
         form = tiled if mode() == "batch_invariant" else reference
@@ -61,7 +75,7 @@ def experts(
         if reason is None:
             output = fused.experts(hidden, expert, share, *weights, activation, dtype, rounded, sums)
         elif dtype is torch.bfloat16:  # other formats are what `grouped` is for
-            warnings.warn(f"kernels.moe: no GPU kernel for {reason}; torch's grouped products run", stacklevel=2)
+            warnings.warn(f"kernels.moe: no GPU kernel for {reason}; torch's grouped products run", stacklevel=3)
     if output is None:
         output = grouped.experts(hidden, expert, share, *with_gradients(weights, rounded, sums), activation)
     return output if beside is None else output + beside
