@@ -38,7 +38,8 @@ def test_the_folder_holds_what_it_promises(ended):
     run_dir, result, _ = ended
     names = {path.name for path in run_dir.iterdir()}
     assert names == {
-        *("recipe.json", "environment.json", "tokenizer.json", "metrics.jsonl", "log.txt", "result.json"),
+        *("recipe.json", "environment.json", "tokenizer.json", "tokenizer_config.json", "metrics.jsonl", "log.txt"),
+        "result.json",
         *("report.html", "plots", "checkpoints", "text.json"),
     }
     assert [path.name for path in sharded.whole(run_dir / "checkpoints")] == ["step-20", "step-10"]

@@ -133,9 +133,9 @@ def check_codes(entry: Entry) -> None:
             continue
         where = f"{entry.parts[0].path}: {entry.spec.name}, rows {start} to {stop}"
         with _codes(entry, start, stop) as (code, scale):
+            mxfp4.check_scale(code, scale, name=where)
             if mxfp4.is_blank(code, scale):
                 raise CheckpointError(f"{where}: every scale is zero under codes that are not; copy the file again")
-            mxfp4.check_scale(code, scale, name=where)
 
 
 def _check_shape(entry: Entry, where: str) -> None:

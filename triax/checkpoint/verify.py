@@ -166,6 +166,8 @@ def _fits(entry: Entry) -> bool:
     """Whether shapes and dtypes are such that the numbers can be read; if not, that was told before."""
     if entry.form == "plain":
         return entry.parts[0].dtype in ("BF16", "F32")
+    if entry.form == "mxfp4" and any(part.dtype != "U8" for part in entry.parts[:2]):
+        return False
     rows = entry.spec.shape[0]
     return entry.parts[0].shape[0] == rows and len(entry.parts[1].shape) == 2
 

@@ -75,6 +75,7 @@ def test_pictures_go_with_the_next_text(conversation, server, tmp_path):
 
 
 def test_calls_are_shown(conversation, server):
+    conversation.options["tools"] = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     conversation.hold([server.script("c5", called(("f", {"a": "1"})))])
     assert 'f {"a": "1"}' in "".join(conversation.thought)
     assert conversation.messages[-1]["tool_calls"][0]["id"] == "functions.f:0"

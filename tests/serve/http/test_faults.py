@@ -36,7 +36,7 @@ def body(name, **fields):
 
 def raw(text):
     """Return a request as bytes, for clients that behave badly."""
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(text)}\r\n\r\n{text}".encode()
 
 

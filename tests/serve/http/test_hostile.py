@@ -119,7 +119,8 @@ def test_a_pause_does_not_wait_for_a_client_that_does_not_read(start, mode):
         "n": 8,
     }
     text = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(text)}"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+    head += f"\r\nContent-Length: {len(text)}"
     with socket.create_connection(("127.0.0.1", int(served.url.rsplit(":", 1)[1]))) as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         deaf.sendall(head.encode() + b"\r\n\r\n" + text)
