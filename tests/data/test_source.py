@@ -3,6 +3,7 @@ import gzip
 import importlib
 import json
 import lzma
+import socket
 import sys
 
 import datasets
@@ -244,3 +245,15 @@ def test_f68_the_name_of_a_builder_without_files_is_no_traceback(tmp_path, monke
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     with pytest.raises(DataError, match=r"json: no data set can be read here; .* correct name, subset or split"):
         read(config.HuggingFace(name="json"))
+
+
+def test_a_hub_that_cannot_be_reached_is_told_at_once_and_a_wrong_name_is_not_blamed(monkeypatch, tmp_path):
+    from huggingface_hub import constants
+
+    with socket.socket() as taken:  # bound and not listening: refused
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        monkeypatch.setattr(datasets.config, "HF_CACHE_HOME", tmp_path)
+        with pytest.raises(DataError, match=r"some/name: 127\.0\.0\.1 cannot be reached .*; connect this machine"):
+            read(config.HuggingFace(name="some/name"))
+    assert not datasets.config.HF_HUB_OFFLINE

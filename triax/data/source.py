@@ -5,13 +5,16 @@ import gzip
 import json
 import lzma
 import os
+import socket
 import sysconfig
 import zlib
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from triax.config import data as config
 from triax.errors import DataError
@@ -25,6 +28,7 @@ EXCLUDED_FOLDERS = frozenset(
 EXCLUDED_PREFIX = "_sysconfigdata"  # written by the build of the interpreter: paths of one machine
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 BYTE_ORDER_MARK = "\ufeff"  # an editor's signature, no part of the text
+REACH_S = 3.0  # how long the hub of `datasets` may take to answer
 NAMED_PROBLEMS = 3  # bad files that an error spells out; the rest are counted
 
 
@@ -298,13 +302,50 @@ def _read_parquet(root: Path, files: Sequence[Path], field: str) -> Iterator[tup
                     number += 1
 
 
+class HubUnreachable(Exception):
+    """The hub does not answer and the cache does not help."""
+
+
+@contextmanager
+def _offline_without_network() -> Generator[None]:
+    """Let `datasets` look into its cache at once where its hub cannot be reached; it would try for half a minute."""
+    from datasets import config as settings
+    from huggingface_hub import constants
+
+    place = urlsplit(constants.ENDPOINT)
+    refused = None
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            port = place.port or (80 if place.scheme == "http" else 443)
+            socket.create_connection((place.hostname or "", port), timeout=REACH_S).close()
+        except OSError as problem:
+            refused = problem
+    if refused is None:
+        yield
+        return
+    before = constants.HF_HUB_OFFLINE, settings.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = settings.HF_HUB_OFFLINE = True
+    try:
+        yield
+    except ConnectionError:
+        raise HubUnreachable(f"{place.hostname} cannot be reached ({refused})") from None
+    finally:
+        constants.HF_HUB_OFFLINE, settings.HF_HUB_OFFLINE = before
+
+
 def _read_data_set(source: config.HuggingFace) -> Iterator[tuple[str, str]]:
     datasets = _extra("datasets")
     try:
         if Path(source.name).expanduser().exists():
             found = datasets.load_from_disk(str(Path(source.name).expanduser()))
         else:
-            found = datasets.load_dataset(source.name, source.subset or None, split=source.split)
+            with _offline_without_network():
+                found = datasets.load_dataset(source.name, source.subset or None, split=source.split)
+    except HubUnreachable as problem:
+        raise DataError(
+            f"{source.name}: {problem}, and no copy of the data set is in its cache; connect this machine, or name a "
+            "folder that `save_to_disk` wrote"
+        ) from None
     except Exception as problem:  # the library raises whatever the code of a data set raises
         raise DataError(
             f"{source.name}: no data set can be read here; {problem}; correct name, subset or split of the source"
